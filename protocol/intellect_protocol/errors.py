@@ -11,6 +11,8 @@
     ├── RefusedError                  6  the other side understood and said no
     │   └── SlashedError              6  ... because the stake was seized or the node is barred
     ├── UpgradeRequiredError         10  the run needs a newer protocol version
+    ├── EngineError                   1  an engine failed at a piece of work
+    │   └── NumericError              1  ... because a logit or log-prob is not finite
     └── InvalidDataError              1  bytes from outside do not have the agreed form
         ├── WireError                 1  a frame or message
         ├── ManifestError             1  a checkpoint manifest, chunk or patch
@@ -101,6 +103,26 @@ class UpgradeRequiredError(IntellectError):
     """The run needs a newer protocol version than this program speaks."""
 
     exit_code = EXIT_UPGRADE
+
+
+class EngineError(IntellectError):
+    """An engine failed; the work it had is unfinished and can be handed back.
+
+    Attributes:
+        reason: ``stalled``, ``out-of-memory``, ``killed``, ``crashed``, ``numeric`` or ``protocol``.
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(f"{reason}: {text}")
+        self.reason = reason
+        self.text = text
+
+
+class NumericError(EngineError):
+    """A logit or log-prob is NaN or infinite."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("numeric", text)
 
 
 class InvalidDataError(IntellectError):
