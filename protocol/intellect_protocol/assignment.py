@@ -29,7 +29,9 @@ class PromptSlot(msgspec.Struct, frozen=True):
     target_length: int  # tokens; 0 where the run asks for none
 
 
-def unit_seed(run_id: bytes, version: int, checkpoint_hash: bytes, block_hash: bytes, node: bytes, index: int) -> bytes:
+def unit_seed(
+    run_id: bytes, version: int, checkpoint_hash: bytes, block_hash: bytes, node: bytes, index: int
+) -> bytes:
     """S of one unit (32 bytes).
 
     Args:

@@ -123,7 +123,7 @@ def address_bytes(address: str) -> bytes:
 
 def checksum_address(raw: bytes) -> str:
     """EIP-55 text of 20 address bytes."""
-    from eth_utils import to_checksum_address
+    from eth_utils.address import to_checksum_address
 
     if len(raw) != 20:
         raise WalletError("an address has 20 bytes")
@@ -181,7 +181,7 @@ def _check_kdf_cost(path: Path, content: dict[str, Any]) -> None:
     if not isinstance(params, dict):
         raise WalletError(f"{path}: damaged keystore")
     n, r, p, c = (params.get(name, 0) for name in ("n", "r", "p", "c"))
-    if not all(isinstance(value, int) and 0 <= value for value in (n, r, p, c)):
+    if not all(isinstance(value, int) and value >= 0 for value in (n, r, p, c)):
         raise WalletError(f"{path}: damaged keystore")
     if n * r * 128 > 1 << 30 or p > 16 or c > 10_000_000:
         raise WalletError(f"{path}: key derivation parameters are unreasonably expensive")
@@ -273,6 +273,11 @@ class PeerKey:
 def binding_digest(chain_id: int, registry: str, node: str) -> bytes:
     """The 32 bytes a peer key signs to vouch for a node key (domain ``intellect/peer-binding/1``)."""
     return sha256(b"intellect/peer-binding/1", u64(chain_id), address_bytes(registry), address_bytes(node))
+
+
+def vouch_digest(chain_id: int, registry: str, peer_id: bytes) -> bytes:
+    """The 32 bytes a node key signs to vouch for a peer key: the other direction of `binding_digest`."""
+    return sha256(b"intellect/peer-vouch/1", u64(chain_id), address_bytes(registry), short(peer_id))
 
 
 def check_binding(peer_id: bytes, chain_id: int, registry: str, node: str, signature: bytes) -> None:

@@ -21,7 +21,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # --- identity and public data -------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First request on a connection, and its answer: who speaks, and in which run."""
 
     protocol: int
@@ -30,17 +30,18 @@ class Hello(Message):
     role: str  # "node" | "coordinator" | "validator" | "seeder" | "client"
     node: str = ""  # address of the key that signs this peer's requests
     binding: bytes = b""  # Ed25519 signature of the peer key over `keys.binding_digest`
+    vouch: bytes = b""  # secp256k1 signature of that key over `keys.vouch_digest`
 
 
-class GetRun(Message):
+class GetRun(Message, frozen=True):
     """Ask for the run configuration."""
 
 
-class GetRunResult(Message):
+class GetRunResult(Message, frozen=True):
     config: bytes  # run.toml
 
 
-class Announcement(Message):
+class Announcement(Message, frozen=True):
     """A published version, signed by the run's publisher."""
 
     run_id: bytes
@@ -55,20 +56,20 @@ class Announcement(Message):
         return recover_address(digest, self.signature) == publisher
 
 
-class GetHead(Message):
+class GetHead(Message, frozen=True):
     """Ask for the newest version the peer knows."""
 
 
-class GetHeadResult(Message):
+class GetHeadResult(Message, frozen=True):
     announcement: Announcement | None
     clock_ms: int
 
 
-class GetManifest(Message):
+class GetManifest(Message, frozen=True):
     checkpoint_hash: bytes
 
 
-class GetManifestResult(Message):
+class GetManifestResult(Message, frozen=True):
     manifest: bytes
     signature: bytes
 
@@ -96,7 +97,7 @@ class TrainingState(StrEnum):
     EXPIRED = "expired"
 
 
-class Precommit(Message):
+class Precommit(Message, frozen=True):
     """Hold the deadline of a unit whose upload is under way."""
 
     version: int
@@ -105,11 +106,11 @@ class Precommit(Message):
     size_bytes: int
 
 
-class PrecommitResult(Message):
+class PrecommitResult(Message, frozen=True):
     deadline_ms: int
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """One unit of work; the body is the rollout file."""
 
     version: int
@@ -120,7 +121,7 @@ class Submit(Message):
     work_signature: bytes  # node key over `keys.work_digest`
 
 
-class Receipt(Message):
+class Receipt(Message, frozen=True):
     """The coordinator has the submission on disk."""
 
     run_id: bytes
@@ -139,18 +140,18 @@ class Receipt(Message):
         return recover_address(digest, self.signature) == coordinator
 
 
-class Abandon(Message):
+class Abandon(Message, frozen=True):
     """Close one unit index without work, so that later indices may follow."""
 
     version: int
     index: int
 
 
-class AbandonResult(Message):
+class AbandonResult(Message, frozen=True):
     left: int  # how many more the node may abandon in this version
 
 
-class FindingNote(Message):
+class FindingNote(Message, frozen=True):
     """One finding of a check, as told to the node."""
 
     check: str
@@ -162,7 +163,7 @@ class FindingNote(Message):
     text: str
 
 
-class WorkStatus(Message):
+class WorkStatus(Message, frozen=True):
     """State of one unit, with the time (Unix ms) each state was reached."""
 
     version: int
@@ -175,20 +176,20 @@ class WorkStatus(Message):
     case_id: int | None = None
 
 
-class GetVerdicts(Message):
+class GetVerdicts(Message, frozen=True):
     """Ask for the caller's units that changed after `cursor`."""
 
     cursor: int
     limit: int = 100
 
 
-class GetVerdictsResult(Message):
+class GetVerdictsResult(Message, frozen=True):
     entries: list[WorkStatus]
     cursor: int
     more: bool
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """A node is alive; counters are for display only."""
 
     state: str
@@ -196,30 +197,30 @@ class Heartbeat(Message):
     counters: dict[str, float]
 
 
-class HeartbeatResult(Message):
+class HeartbeatResult(Message, frozen=True):
     announcement: Announcement | None
     clock_ms: int
     next_index: int  # next unit index expected of this node for the head version
     notices: list[str]
 
 
-class GetEvidence(Message):
+class GetEvidence(Message, frozen=True):
     """Ask for an evidence bundle (body) by its SHA-256."""
 
     evidence_hash: bytes
 
 
-class GetEvidenceResult(Message):
+class GetEvidenceResult(Message, frozen=True):
     size_bytes: int
 
 
-class GetWorkFile(Message):
+class GetWorkFile(Message, frozen=True):
     """Ask for a version's work file (body) by its SHA-256."""
 
     data_hash: bytes
 
 
-class GetWorkFileResult(Message):
+class GetWorkFileResult(Message, frozen=True):
     size_bytes: int
 
 
@@ -234,13 +235,13 @@ class JobKind(StrEnum):
     ROOT = "root"  # check a work file and sign its root
 
 
-class ValidatorJob(Message):
+class ValidatorJob(Message, frozen=True):
     """Claim the next job of one of these kinds."""
 
     kinds: list[JobKind]
 
 
-class JudgeJob(Message):
+class JudgeJob(Message, frozen=True):
     """Judge a submission; the body is the rollout file."""
 
     version: int
@@ -255,7 +256,7 @@ class JudgeJob(Message):
     attempt: int
 
 
-class CaseJob(Message):
+class CaseJob(Message, frozen=True):
     """Decide a slashing case; the body is the evidence bundle."""
 
     case_id: int
@@ -263,7 +264,7 @@ class CaseJob(Message):
     size_bytes: int
 
 
-class RootJob(Message):
+class RootJob(Message, frozen=True):
     """Sign the work root of some versions; the body is the work file."""
 
     data_hash: bytes
@@ -271,7 +272,7 @@ class RootJob(Message):
     versions: list[int]
 
 
-class ValidatorJobResult(Message):
+class ValidatorJobResult(Message, frozen=True):
     """At most one of the three jobs is set."""
 
     job_id: bytes = b""
@@ -281,17 +282,17 @@ class ValidatorJobResult(Message):
     root: RootJob | None = None
 
 
-class JobHeartbeat(Message):
+class JobHeartbeat(Message, frozen=True):
     """Extend the lease of a claimed job."""
 
     job_id: bytes
 
 
-class JobHeartbeatResult(Message):
+class JobHeartbeatResult(Message, frozen=True):
     lease_s: float
 
 
-class JudgeVerdict(Message):
+class JudgeVerdict(Message, frozen=True):
     """Content of a verdict on a submission; the body is the judged batch file if accepted."""
 
     outcome: str  # "accepted" | "rejected" | "suspect" | "inconclusive"
@@ -303,7 +304,7 @@ class JudgeVerdict(Message):
     seconds: float
 
 
-class CaseVerdict(Message):
+class CaseVerdict(Message, frozen=True):
     """Content of a decision: an EIP-712 signature for the court, or an abstention."""
 
     case_id: int
@@ -312,7 +313,7 @@ class CaseVerdict(Message):
     text: str
 
 
-class RootVerdict(Message):
+class RootVerdict(Message, frozen=True):
     """Content of a work root's confirmation: an EIP-712 signature for the work ledger."""
 
     data_hash: bytes
@@ -320,7 +321,7 @@ class RootVerdict(Message):
     text: str
 
 
-class Verdict(Message):
+class Verdict(Message, frozen=True):
     """A validator's signed answer to a job; `content` is canonical msgpack of one of the above."""
 
     job_id: bytes
@@ -328,13 +329,13 @@ class Verdict(Message):
     signature: bytes  # validator key over `keys.verdict_digest`
 
 
-class VerdictResult(Message):
+class VerdictResult(Message, frozen=True):
     """The verdict is on disk."""
 
     stored: bool
 
 
-class VerdictNotice(Message):
+class VerdictNotice(Message, frozen=True):
     """Gossip on the verdicts topic: the coordinator's word on one submission."""
 
     run_id: bytes

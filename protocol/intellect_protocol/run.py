@@ -189,7 +189,10 @@ def _check_terms(terms: RunTerms) -> None:
         (sampling.top_k >= 0, "sampling.top_k must not be negative"),
         (0 < sampling.max_tokens < terms.model.max_positions, "sampling.max_tokens is out of range"),
         (bool(sampling.stop_ids), "sampling.stop_ids is empty"),
-        (all(0 <= i < terms.model.vocab_size for i in sampling.stop_ids), "a stop id is not in the vocabulary"),
+        (
+            all(0 <= i < terms.model.vocab_size for i in sampling.stop_ids),
+            "a stop id is not in the vocabulary",
+        ),
         (1 <= sampling.prompts_per_unit <= 4096, "sampling.prompts_per_unit is out of range"),
         (2 <= sampling.samples_per_prompt <= 4096, "sampling.samples_per_prompt must be at least 2"),
         (all(t > 0 for t in sampling.target_lengths), "target lengths must be positive"),
