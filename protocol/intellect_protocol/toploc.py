@@ -34,9 +34,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from intellect_protocol import gf65497
-from intellect_protocol.errors import ProofError
-from intellect_protocol.top_entries import CHUNK_TOKENS, TOP_K, Ints, States, TopEntries, top_entries
+from . import gf65497
+from .errors import ProofError
+from .top_entries import CHUNK_TOKENS, TOP_K, Ints, States, TopEntries, top_entries
 
 PROOF_BYTES = 2 + 2 * TOP_K
 MAX_MODULUS = gf65497.PRIME
@@ -136,7 +136,7 @@ def build(states: States) -> list[bytes]:
     """Commit to the final hidden states that produced a completion.
 
     Args:
-        states: [tokens, hidden], dtypes as in `top_entries.to_bf16_bits`; state i is the one token i was drawn from.
+        states: [tokens, hidden], dtypes as in `top_entries.to_bf16_bits`; token i was drawn from state i.
 
     Returns:
         ceil(tokens / 32) proofs of 258 bytes each.
