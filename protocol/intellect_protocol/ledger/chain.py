@@ -79,6 +79,17 @@ class Chain:
             raise LedgerError("the chain answered a block hash that has not 32 bytes")
         return block
 
+    def next_block_time(self) -> int:
+        """Time that a block made now would have, as far as the chain tells; views see it as the present."""
+        with translated():
+            latest = int(self.web3.eth.get_block("latest")["timestamp"])
+            try:
+                return max(latest, int(self.web3.eth.get_block("pending")["timestamp"]))
+            except UnreachableError:
+                raise
+            except Exception:  # not every node makes pending blocks, and each refuses in its own way
+                return latest
+
     def balance(self, address: str) -> int:
         with translated():
             return int(self.web3.eth.get_balance(address))

@@ -110,8 +110,8 @@ class Ledger:
         return await self._ask(lambda: self._chain.block(number))
 
     async def block_time(self) -> int:
-        """Time of the newest block: the chain's clock as far as the last transaction saw it."""
-        return (await self.block()).time
+        """The chain's clock: seconds since 1970 as a transaction sent now would see them."""
+        return await self._ask(self._chain.next_block_time)
 
     async def balance(self, address: str) -> int:
         """Wei."""
