@@ -11,7 +11,9 @@ from enum import StrEnum
 
 import msgspec
 
-from .keys import announcement_digest, receipt_digest, recover_address
+from .keys import announcement_digest, notice_digest, receipt_digest, recover_address
+from .wire import encode
+from .wire import encode, sha256
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -231,6 +233,7 @@ class JobKind(StrEnum):
     """What a validator may be asked to do."""
 
     JUDGE = "judge"  # a submission
+    REVIEW = "review"  # a submission that another validator found suspect
     CASE = "case"  # replay the evidence of a slashing case and sign a decision
     ROOT = "root"  # check a work file and sign its root
 
@@ -242,7 +245,10 @@ class ValidatorJob(Message, frozen=True):
 
 
 class JudgeJob(Message, frozen=True):
-    """Judge a submission; the body is the rollout file."""
+    """Judge or review a submission; the body is the rollout file.
+
+    The job's id is `work_file.judge_job_id` of these fields, so that a verdict's signature covers them.
+    """
 
     version: int
     checkpoint_hash: bytes
@@ -302,6 +308,7 @@ class JudgeVerdict(Message, frozen=True):
     rows: int
     tokens: int
     seconds: float
+    secret: bytes = b""  # chose the indices of the commitments' negative check; an audit repeats it
 
 
 class CaseVerdict(Message, frozen=True):
@@ -329,6 +336,16 @@ class Verdict(Message, frozen=True):
     signature: bytes  # validator key over `keys.verdict_digest`
 
 
+class ShowReceipt(Message, frozen=True):
+    """Show a receipt to a validator, which then signs no work root that leaves the unit out."""
+
+    receipt: Receipt
+
+
+class ShowReceiptResult(Message, frozen=True):
+    kept: bool
+
+
 class VerdictResult(Message, frozen=True):
     """The verdict is on disk."""
 
@@ -345,4 +362,9 @@ class VerdictNotice(Message, frozen=True):
     state: SubmissionState
     code: str  # reason code of the first finding, "" if accepted
     case_id: int | None
-    signature: bytes  # coordinator key
+    signature: bytes  # coordinator key over `digest`
+
+    def digest(self) -> bytes:
+        """The 32 bytes that are signed: all other fields, under the domain ``intellect/verdict-notice/1``."""
+        unsigned = msgspec.structs.replace(self, signature=b"")
+        return sha256(b"intellect/verdict-notice/1", encode(unsigned))
