@@ -358,11 +358,6 @@ def verdict_digest(run_id: bytes, job_id: bytes, content: bytes) -> bytes:
     return sha256(b"intellect/verdict/1", run_id, short(job_id), sha256(content))
 
 
-def notice_digest(run_id: bytes, content: bytes) -> bytes:
-    """What the coordinator key signs over a verdict notice on gossip."""
-    return sha256(b"intellect/notice/1", run_id, sha256(content))
-
-
 def revision_digest(run_id: bytes, content: bytes) -> bytes:
     """What the coordinator key signs over a revision of the mutable part of a run configuration."""
     return sha256(b"intellect/revision/1", run_id, sha256(content))

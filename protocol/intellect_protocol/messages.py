@@ -11,8 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from .keys import announcement_digest, notice_digest, receipt_digest, recover_address
-from .wire import encode
+from .keys import announcement_digest, receipt_digest, recover_address
 from .wire import encode, sha256
 
 
