@@ -109,6 +109,8 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     far_distance: float = 0.05
     informative_top_probability: float = 0.99
     min_informative: int = 30
+    # Median over a unit's chunks of mantissa_mean; the default leaves it off.
+    mantissa_mean_unit: Limit = Limit(suspect=127.0, fraud=127.0)
 
 
 class WindowTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,80 @@
+"""Default thresholds of checks 10 to 12, and how a measured value is graded against a pair of limits.
+
+`intellect-coordinator calibrate` measures a model's honest spread and replaces these. The defaults stand
+between what honest runs and what cheats measured:
+
+- bf16, SmolLM2-135M: honest chunks had at most 12 exponent mismatches and a mantissa mean of at most 2.0
+  (once 3.07), int4 weights 32 and 17.8 at the median, a dropped layer 100 and 42; no honest distance above
+  0.033.
+- fp32 on both sides: honest states agree exactly or to the last bf16 bit, honest distances are about 1e-6.
+  The limits leave room for other batch shapes, thread counts and instruction sets.
+
+A value near the honest range is suspect and is judged again by somebody else; fraud begins where no honest
+run has come near.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..run import Limit, Thresholds
+from .findings import Kind
+
+LIMITS_BF16 = Thresholds(
+    exponent_mismatches=Limit(suspect=16, fraud=28),
+    mantissa_mean=Limit(suspect=4.0, fraud=10.0),
+    mantissa_median=Limit(suspect=4.0, fraud=8.0),
+    sign_mismatches=Limit(suspect=2, fraud=6),
+    negative_share=Limit(suspect=0.25, fraud=0.5),
+    far_share_row=Limit(suspect=0.03, fraud=0.1),
+    far_share_group=Limit(suspect=0.01, fraud=0.03),
+    mean_distance_row=Limit(suspect=0.006, fraud=0.02),
+    mean_distance_group=Limit(suspect=0.004, fraud=0.01),
+    max_distance=Limit(suspect=0.08, fraud=0.15),
+    inexact_share_group=Limit(suspect=0.4, fraud=0.6),
+    logprob_drift_row=Limit(suspect=0.2, fraud=0.2),
+    mantissa_mean_unit=Limit(suspect=2.1, fraud=4.0),
+)
+
+LIMITS_FP32 = Thresholds(
+    exponent_mismatches=Limit(suspect=4, fraud=10),
+    mantissa_mean=Limit(suspect=0.3, fraud=1.0),
+    mantissa_median=Limit(suspect=0.5, fraud=1.0),
+    sign_mismatches=Limit(suspect=1, fraud=4),
+    negative_share=Limit(suspect=0.25, fraud=0.5),
+    far_share_row=Limit(suspect=0.0, fraud=0.02),
+    far_share_group=Limit(suspect=0.0, fraud=0.01),
+    mean_distance_row=Limit(suspect=1e-4, fraud=1e-3),
+    mean_distance_group=Limit(suspect=5e-5, fraud=5e-4),
+    max_distance=Limit(suspect=1e-3, fraud=1e-2),
+    inexact_share_group=Limit(suspect=0.05, fraud=0.2),
+    logprob_drift_row=Limit(suspect=5e-3, fraud=5e-3),
+    mantissa_mean_unit=Limit(suspect=0.1, fraud=0.4),
+)
+
+
+def default_thresholds(dtype: str) -> Thresholds:
+    """Defaults for a run whose policy is generated and scored in `dtype` ("float32" or "bfloat16").
+
+    Raises:
+        ValueError: another dtype.
+    """
+    try:
+        return {"float32": LIMITS_FP32, "bfloat16": LIMITS_BF16}[dtype]
+    except KeyError:
+        raise ValueError(f"no default thresholds for dtype {dtype}") from None
+
+
+def grade(measured: float, limit: Limit) -> tuple[Kind, float] | None:
+    """FRAUD or SUSPECT with the limit that was exceeded, or None within limits.
+
+    Raises:
+        ValueError: NaN. A measurement of ours that failed is no fault of the node.
+    """
+    if math.isnan(measured):
+        raise ValueError("a measured value is NaN")
+    if measured > limit.fraud:
+        return Kind.FRAUD, limit.fraud
+    if measured > limit.suspect:
+        return Kind.SUSPECT, limit.suspect
+    return None
