@@ -66,7 +66,7 @@ class LedgerParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the contracts are: EIP-55 addresses by name (`Token` is the stake token), and their first block."""
+    """Where the contracts are: EIP-55 addresses by name (`Token` holds the stake), and the first block."""
 
     chain_id: int
     contracts: dict[str, str]

@@ -102,7 +102,7 @@ class WorkCommit(msgspec.Struct, frozen=True):
 
 
 class WorkRecord(msgspec.Struct, frozen=True):
-    """The committed work of a version. If there is none, `committed_at` is 0 and `revision` the next to sign."""
+    """The committed work of a version; if none, `committed_at` is 0 and `revision` the next to sign."""
 
     root: bytes
     data_hash: bytes
