@@ -180,6 +180,8 @@ def _check_kdf_cost(path: Path, content: dict[str, Any]) -> None:
     params = crypto.get("kdfparams") if isinstance(crypto, dict) else None
     if not isinstance(params, dict):
         raise WalletError(f"{path}: damaged keystore")
+    if crypto.get("cipher") != "aes-128-ctr":
+        raise WalletError(f"{path}: cipher {str(crypto.get('cipher'))[:32]!r} is not supported")
     n, r, p, c = (params.get(name, 0) for name in ("n", "r", "p", "c"))
     if not all(isinstance(value, int) and value >= 0 for value in (n, r, p, c)):
         raise WalletError(f"{path}: damaged keystore")
