@@ -1,0 +1,158 @@
+"""Gossip: announcements that spread by themselves, and are never more than a hint.
+
+GossipSub (libp2p specification, v1.1/v1.2) over the topics of one run. Before a message is
+forwarded it must be signed by its origin peer, fit the size limit, not be a repetition, and pass
+the subscriber's validator. A validator that raises counts as a refusal.
+
+Settings that differ from the library's, and why: heartbeat 1 s (120 s would leave a mesh unrepaired
+for minutes), sequence numbers from `time_ns` (from seconds, a restart with the same key repeats
+numbers that peers have seen, and loses its messages), and a higher rate per forwarder (10 per
+second counts the messages of everybody behind it).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import libp2p.pubsub.pubsub as pubsub_module
+import trio
+from libp2p.custom_types import TProtocol
+from libp2p.tools.anyio_service import background_trio_service
+
+from ..errors import UsageError, WireError
+from ..wire import sha256
+from .compat import GuardedGossipSub, GuardedPubsub
+
+if TYPE_CHECKING:
+    from .host import Host
+
+_PROTOCOLS = [TProtocol("/meshsub/1.2.0"), TProtocol("/meshsub/1.1.0")]
+_REMEMBERED = 8192
+_QUEUE = 256
+
+Validator = Callable[[bytes], bool]
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoints_topic(run_id: bytes) -> str:
+    """Where the publisher announces versions."""
+    return f"/intellect/1/{run_id.hex()}/checkpoints"
+
+
+def verdicts_topic(run_id: bytes) -> str:
+    """Where the coordinator tells what became of submissions."""
+    return f"/intellect/1/{run_id.hex()}/verdicts"
+
+
+class Gossip:
+    """Publish and subscribe on the topics of a run."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        limits = host.limits
+        self._router = GuardedGossipSub(
+            protocols=_PROTOCOLS,
+            degree=6,  # D, D_low and D_high of the GossipSub v1.1 specification
+            degree_low=4,
+            degree_high=12,
+            heartbeat_interval=1,
+            adaptive_gossip_enabled=False,  # would slow the heartbeat down again
+            eclipse_protection_enabled=False,  # grafts around the mesh limits when peers share an address
+            max_messages_per_topic_per_second=limits.gossip_per_s,
+        )
+        run_id = host.options.run_id
+        self.topics = (
+            frozenset({checkpoints_topic(run_id), verdicts_topic(run_id)}) if run_id else frozenset()
+        )
+        pubsub_module.SUBSCRIPTION_CHANNEL_SIZE = _QUEUE  # 32 in the library
+        self._pubsub = GuardedPubsub(
+            host.basic,
+            self._router,
+            strict_signing=True,
+            seen_ttl=600,
+            max_inbound_rpc_size=4 * limits.gossip_message_bytes,
+            allowed_topics=self.topics,
+        )
+        self._pubsub.counter = time.time_ns()
+        self._pubsub.on_fault = self._router.on_fault = host.fault
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the services; the host's own life cycle."""
+        async with background_trio_service(self._router), background_trio_service(self._pubsub):
+            await self._pubsub.wait_until_ready()
+            yield
+
+    def peers(self, topic: str) -> set[bytes]:
+        """Peers known to subscribe to `topic`."""
+        return {peer.to_bytes() for peer in self._pubsub.peer_topics.get(topic, ())}
+
+    async def publish(self, topic: str, message: bytes) -> None:
+        """Spread `message`; reaching anybody is not promised.
+
+        Raises:
+            WireError: larger than the limit of a gossip message.
+            UsageError: not a topic of this run.
+        """
+        self._check_topic(topic)
+        if len(message) > self._host.limits.gossip_message_bytes:
+            raise WireError(f"a gossip message of {len(message)} bytes is too large")
+        await self._pubsub.publish(topic, message)
+
+    async def subscribe(self, topic: str, validator: Validator) -> AsyncIterator[bytes]:
+        """Messages of others on `topic`, each content once; those in a full queue are dropped.
+
+        Args:
+            validator: whether the bytes are a valid message of this topic. Runs before forwarding,
+                so it must be quick and do no I/O; raising counts as False.
+        """
+        self._check_topic(topic)
+
+        def accept(forwarder: Any, message: Any) -> bool:
+            return self._accept(validator, forwarder, message)
+
+        self._pubsub.set_topic_validator(topic, accept, False)
+        subscription = await self._pubsub.subscribe(topic)
+        try:
+            while True:
+                message = await subscription.get()
+                if message.from_id != self._host.peer_id:
+                    yield bytes(message.data)
+        finally:
+            with trio.CancelScope(deadline=trio.current_time() + 1.0, shield=True):
+                await subscription.unsubscribe()
+            self._pubsub.remove_topic_validator(topic)
+
+    def _accept(self, validator: Validator, forwarder: Any, message: Any) -> bool:
+        data = bytes(message.data)
+        if forwarder == self._pubsub.my_id:
+            return True
+        if len(data) > self._host.limits.gossip_message_bytes or len(message.topicIDs) != 1:
+            self._host.fault(forwarder, "oversize or multi-topic gossip message")
+            return False
+        key = sha256(message.topicIDs[0].encode(), data)
+        if key in self._seen:
+            return False
+        try:
+            valid = validator(data)
+        except Exception as error:
+            logger.debug("validator of %s: %r", message.topicIDs[0], error)
+            valid = False
+        if not valid:
+            self._host.fault(forwarder, "invalid gossip message")
+            return False
+        self._seen[key] = None
+        while len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
+        return True
+
+    def _check_topic(self, topic: str) -> None:
+        if topic not in self.topics:
+            raise UsageError(f"not a topic of this run: {topic!r}")
