@@ -99,7 +99,7 @@ class RowScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: list[float]  # [n] log-softmax(logits / T) of the completion's tokens, float32
     distances: list[float]  # [n] gap between the token's uniform and its CDF interval, 0 if inside
     exact: list[bool]  # [n] the token is the scorer's own draw
-    top_prob: list[float]  # [n] largest probability at temperature T
+    top_prob: list[float]  # [n] largest probability of the distribution that was drawn from
     chunk_reports: list[ChunkReport]  # [ceil(n / 32)], empty where proof_error is set
     proof_error: str = ""  # why the proofs could not be read; "" if they were
 
@@ -174,9 +174,18 @@ class Engine(Protocol):
         ...
 
     def score(
-        self, rows: Sequence[ScoreRow], sampling: Sampling, deliver: ScoreSink, progress: Progress
+        self,
+        rows: Sequence[ScoreRow],
+        sampling: Sampling,
+        secret: bytes,
+        deliver: ScoreSink,
+        progress: Progress,
     ) -> None:
         """Prefill rows under the loaded policy and deliver each one's score.
+
+        Args:
+            secret: chooses where the negative check of the commitments looks (`toploc.verify`'s seed);
+                the same secret gives the same reports.
 
         Raises:
             UsageError: a row out of its limits (token ids outside the vocabulary included).
