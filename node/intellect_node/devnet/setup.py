@@ -171,8 +171,8 @@ def _init_run(layout: Layout, plan: DevnetPlan) -> None:
 
 
 async def _fund(layout: Layout, plan: DevnetPlan) -> None:
-    from intellect_protocol.ledger import Deployment, Ledger
-    from intellect_protocol.ledger.deployment import TOKEN_UNIT
+    from intellect_protocol.ledger.client import Ledger
+    from intellect_protocol.ledger.deployment import TOKEN_UNIT, Deployment
     from intellect_protocol.ledger.devkeys import development_signer
 
     deployer = development_signer(DEPLOYER)
@@ -194,8 +194,8 @@ async def _fund(layout: Layout, plan: DevnetPlan) -> None:
 
 async def stakes(layout: Layout, plan: DevnetPlan) -> dict[str, float]:
     """Tokens staked by each node's wallet (active and frozen), by name."""
-    from intellect_protocol.ledger import Deployment, Ledger
-    from intellect_protocol.ledger.deployment import TOKEN_UNIT
+    from intellect_protocol.ledger.client import Ledger
+    from intellect_protocol.ledger.deployment import TOKEN_UNIT, Deployment
 
     ledger = Ledger([layout.rpc_url(plan)], Deployment.load(layout.deployment_file))
     try:

@@ -26,7 +26,8 @@ from .rpc_server import Call, Reply
 
 if TYPE_CHECKING:
     from ..chunk_store import ChunkStore
-    from ..ledger import Ledger, RecordedCheckpoint
+    from ..ledger.client import Ledger
+    from ..ledger.records import RecordedCheckpoint
     from ..run import RunConfig
     from .host import Host
 

@@ -20,7 +20,8 @@ import trio
 from .. import __version__
 from ..errors import IntellectError, UnreachableError, WireError
 from ..keys import PeerKey, Signer, recover_address
-from ..ledger import Deployment, Ledger
+from ..ledger.client import Ledger
+from ..ledger.deployment import Deployment
 from ..messages import GetRun, GetRunResult, VerdictNotice
 from ..run import RunConfig
 from ..wire import decode_canonical, encode
