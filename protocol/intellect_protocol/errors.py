@@ -7,7 +7,8 @@
     ├── UnreachableError              4  a peer, the coordinator or the chain did not answer: retry later
     │   └── DeadlineError             4  ... within its deadline
     ├── WalletError                   5  wallet, keystore, password or node key
-    │   └── BindingError              5  a node key that belongs to another wallet or peer
+    │   ├── BindingError              5  a node key that belongs to another wallet or peer
+    │   └── HistoryError              5  a node key's signed history forbids this answer
     ├── RefusedError                  6  the other side understood and said no
     │   └── SlashedError              6  ... because the stake was seized or the node is barred
     ├── UpgradeRequiredError         10  the run needs a newer protocol version
@@ -78,6 +79,10 @@ class BindingError(WalletError):
     """A node key, wallet and peer id that do not belong together."""
 
 
+class HistoryError(WalletError):
+    """The signed history of a node key forbids an answer, or belongs to another key or run."""
+
+
 class RefusedError(IntellectError):
     """The other side refused.
 
@@ -109,13 +114,13 @@ class EngineError(IntellectError):
     """An engine failed; the work it had is unfinished and can be handed back.
 
     Attributes:
-        reason: ``stalled``, ``out-of-memory``, ``killed``, ``crashed``, ``numeric`` or ``protocol``.
+        reason: ``stalled``, ``out-of-memory``, ``killed``, ``crashed``, ``numeric``, ``probe`` or
+            ``protocol``.
     """
 
     def __init__(self, reason: str, text: str) -> None:
-        super().__init__(f"{reason}: {text}")
+        super().__init__(text)
         self.reason = reason
-        self.text = text
 
 
 class NumericError(EngineError):

@@ -20,7 +20,7 @@ def can_pack(weight: torch.Tensor) -> bool:
     """Whether oneDNN's packed layout can be used for this weight."""
     if weight.device.type != "cpu" or weight.dtype not in _PACKABLE:
         return False
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False

@@ -160,7 +160,7 @@ class TorchEngine:
             dtype=str(self._dtype).removeprefix("torch."),
             attention=decoder.attention,
             device=str(self._device),
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             model_type=decoder.shape.model_type,
             parameters=decoder.shape.parameters,
             vocab_size=decoder.shape.vocab_size,
