@@ -189,6 +189,28 @@ def _check_kdf_cost(path: Path, content: dict[str, Any]) -> None:
         raise WalletError(f"{path}: key derivation parameters are unreasonably expensive")
 
 
+def load_signer(path: Path, password_file: Path | None = None) -> LocalSigner:
+    """The key of an operator's role: a file of 32 raw secret bytes, or a keystore v3 file.
+
+    Args:
+        password_file: holds the keystore's password (a trailing newline does not count).
+
+    Raises:
+        WalletError: unreadable, neither of the two, or a keystore without its password.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_KEYSTORE_BYTES + 1)
+        if len(content) == 32:
+            return LocalSigner(content)
+        if password_file is None:
+            raise WalletError(f"{path}: not a raw 32-byte key; a keystore needs --password-file")
+        password = password_file.read_text().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WalletError(f"{path}: {error}") from error
+    return load_keystore(path, password)
+
+
 def write_keystore(path: Path, signer: LocalSigner, password: str, *, light: bool = False) -> None:
     """Write a keystore v3 file (scrypt, mode 0600); never overwrites.
 
