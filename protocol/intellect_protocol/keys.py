@@ -178,7 +178,7 @@ def _check_kdf_cost(path: Path, content: dict[str, Any]) -> None:
     """Refuse parameters that would take gigabytes or minutes: the file may be anybody's."""
     crypto = content.get("crypto", content.get("Crypto"))
     params = crypto.get("kdfparams") if isinstance(crypto, dict) else None
-    if not isinstance(params, dict):
+    if not isinstance(crypto, dict) or not isinstance(params, dict):
         raise WalletError(f"{path}: damaged keystore")
     if crypto.get("cipher") != "aes-128-ctr":
         raise WalletError(f"{path}: cipher {str(crypto.get('cipher'))[:32]!r} is not supported")

@@ -36,6 +36,7 @@ _MANIFESTS_KEPT = 16
 _RECORDS_KEPT = 1024
 _ASK_S = 3.0
 _MAX_VERSION = 1 << 40
+_MANIFEST_LIMITS = ManifestLimits(max_checkpoint_bytes=1 << 40)
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ class HeadTracker:
         if checkpoint_hash(signed.manifest) != checkpoint:
             raise ManifestError("another manifest than the one asked for")
         return verify_manifest(
-            signed, self._config.run_id, self._config.terms.keys.publisher, ManifestLimits()
+            signed, self._config.run_id, self._config.terms.keys.publisher, _MANIFEST_LIMITS
         )
 
     def _known_manifest(self, checkpoint: bytes) -> SignedManifest | None:

@@ -1,15 +1,15 @@
 """A role's whole connection to the run: host, RPC, ledger, head of the run, weights.
 
-Every role opens exactly one `Swarm`, registers its own handlers on `swarm.server`, and enters
-`swarm.running()`, which joins the network and keeps the services going until the block is left.
+Every role opens exactly one `Swarm` with `open_swarm` and registers its own handlers on
+`swarm.server`; leaving the block ends all services.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,7 @@ from ..ledger.deployment import Deployment
 from ..messages import GetRun, GetRunResult, VerdictNotice
 from ..run import RunConfig
 from ..wire import decode_canonical, encode
+from .chunk_config import ChunkConfig
 from .gossip import verdicts_topic
 from .head import HeadTracker
 from .host import Host, HostOptions, open_host
@@ -51,6 +52,7 @@ class SwarmOptions:
     signer: Signer | None  # the key that signs this role's requests
     listen: list[str] = field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])
     weights: bool = False  # fetch and serve checkpoints
+    data_port: int = 0  # of the chunk server; 0: any free one
     require_bootstrap: bool = True
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -142,7 +144,7 @@ class Swarm:
         """Gossip the coordinator's word on a submission."""
         await self.host.gossip.publish(verdicts_topic(self.config.run_id), encode(notice))
 
-    async def verdicts(self) -> AsyncIterator[VerdictNotice]:
+    async def verdicts(self) -> AsyncGenerator[VerdictNotice, None]:
         """Verdicts that the coordinator signed, as they are gossiped; some may be missed."""
         topic = verdicts_topic(self.config.run_id)
         async for message in self.host.gossip.subscribe(topic, self._is_verdict):
@@ -213,12 +215,19 @@ async def open_swarm(options: SwarmOptions) -> AsyncIterator[Swarm]:
                 timeouts=options.timeouts,
             )
         ) as host:
-            policies = PolicyWeights(host, options.data_dir, config) if options.weights else None
+            policies = None
+            if options.weights:
+                policies = PolicyWeights(
+                    host,
+                    options.data_dir,
+                    config,
+                    origin=options.role in ("seeder", "coordinator"),
+                    chunk_config=ChunkConfig(http_port=options.data_port),
+                )
             swarm = Swarm(options, host, ledger, policies)
-            async with trio.open_nursery() as nursery:
+            serving = policies.running() if policies is not None else nullcontext()
+            async with serving, trio.open_nursery() as nursery:
                 nursery.start_soon(swarm.heads.run)
-                if policies is not None:
-                    await nursery.start(policies.run)
                 yield swarm
                 nursery.cancel_scope.cancel()
     finally:
