@@ -41,6 +41,7 @@ MAX_BATCH = 100
 MAX_LOGS = 10_000
 MAX_FEE_BLOCKS = 1024
 _TIP_WEI = 10**9
+_PRESENT = ("latest", "pending", "safe", "finalized", None)
 
 BANNER = f"""\
 ************************ DEVELOPMENT CHAIN ************************
@@ -135,11 +136,9 @@ class ChainRpc:
 
     def _number(self, tag: Any) -> int | None:
         """Block number behind a tag; None for the present."""
-        if tag in ("latest", "pending", "safe", "finalized", None):
+        number = _integer_or_none(tag)
+        if number is None:
             return None
-        if tag == "earliest":
-            return 0
-        number = _integer(tag)
         if not 0 <= number <= self._chain.head.block_number:
             raise RpcError(-32001, f"no block {number}")
         return number
@@ -189,8 +188,11 @@ class ChainRpc:
                 raise RpcError(-32001, "no such block")
             first = last = int(block["number"], 16)
         else:
-            first = self._known_number(query.get("fromBlock", "latest"))
-            last = min(_bound(query.get("toBlock", "latest")), int(self._chain.head.block_number))
+            head = int(self._chain.head.block_number)
+            first, last = (
+                head if (number := _integer_or_none(query.get(end, "latest"))) is None else number
+                for end in ("fromBlock", "toBlock")
+            )
         addresses = [_checksum(address) for address in _choices(query.get("address"))]
         topics = [[topic.lower() for topic in _choices(choice)] for choice in query.get("topics") or []]
         found = self._store.logs(first, last, addresses, topics, MAX_LOGS + 1)
@@ -209,9 +211,11 @@ def _integer(value: Any) -> int:
     return value if isinstance(value, int) else int(value, 0)
 
 
-def _bound(tag: Any) -> int:
-    """Last block of a log query; tags for the present have no bound."""
-    return 1 << 62 if tag in ("latest", "pending", "safe", "finalized", None) else _integer(tag)
+def _integer_or_none(tag: Any) -> int | None:
+    """Number behind a block tag, whether there is such a block or not; None for the present."""
+    if tag in _PRESENT:
+        return None
+    return 0 if tag == "earliest" else min(_integer(tag), 1 << 62)
 
 
 def _choices(value: Any) -> list[str]:

@@ -383,10 +383,14 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     """
     sender, receiver = fields.get("from"), fields.get("to")
     data = fields.get("input", fields.get("data")) or "0x"
+    value = int(fields.get("value") or "0x0", 16)
+    gas = int(fields["gas"], 16) if fields.get("gas") else None
+    if not 0 <= value < 1 << 256 or (gas is not None and gas < 0):
+        raise ValueError("value or gas out of range")
     return {
         "from": address_bytes(sender) if sender else ZERO_ADDRESS,
         "to": address_bytes(receiver) if receiver else None,
         "data": bytes.fromhex(data.removeprefix("0x")),
-        "value": int(fields.get("value") or "0x0", 16),
-        "gas": int(fields["gas"], 16) if fields.get("gas") else None,
+        "value": value,
+        "gas": gas,
     }

@@ -221,6 +221,8 @@ class Ledger:
         if kinds:
             query["topics"] = [[f"0x{topic.hex()}" for topic in topics_of(kinds)]]
         found: list[LedgerEvent] = []
+        # Some nodes refuse a range that ends beyond their newest block.
+        to_block = min(to_block, (await self.block()).number)
         for start in range(max(from_block, self.deployment.block), to_block + 1, _BLOCKS_PER_READ):
             end = min(start + _BLOCKS_PER_READ - 1, to_block)
             bounds = {"fromBlock": start, "toBlock": end}

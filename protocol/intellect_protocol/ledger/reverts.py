@@ -74,7 +74,7 @@ def revert_of(error: BaseException) -> LedgerError | None:
         return None if found is None else describe_revert(found)
     kind = type(error).__name__
     if kind == "TransactionFailed":
-        text = str(error.args[0]) if error.args else ""
+        text = str(error.args[0]).removeprefix("execution reverted: ") if error.args else ""
         try:
             literal = ast.literal_eval(text)
         except (ValueError, SyntaxError):
