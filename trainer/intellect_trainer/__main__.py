@@ -1,0 +1,5 @@
+"""`python -m intellect_trainer`."""
+
+from .cli import main
+
+main()
