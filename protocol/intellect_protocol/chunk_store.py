@@ -118,6 +118,17 @@ class ChunkStore:
         """The signed manifest of an admitted version."""
         return self._read_signed(self.root / "manifests" / checkpoint.hex())
 
+    def manifest(self, checkpoint: bytes) -> Manifest:
+        """The manifest of an admitted version.
+
+        Raises:
+            ManifestError: it is not here.
+        """
+        signed = self.signed_manifest(checkpoint)
+        if signed is None:
+            raise ManifestError(f"version {checkpoint.hex()[:16]} is not in the store")
+        return _decode_manifest(signed.manifest)
+
     def pin(self, checkpoint: bytes, owner: str) -> None:
         """Keep a version until `unpin` with the same owner, across restarts."""
         (self.root / "pins" / _pin_name(checkpoint, owner)).touch(mode=0o600)

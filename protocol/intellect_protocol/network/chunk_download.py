@@ -58,11 +58,16 @@ class HttpSource:
             UnreachableError: it broke off, or sent less than 16 KiB in `progress_s` seconds.
         """
         job = _Job(self, digest, size_bytes, token)
-        try:
-            return await trio.to_thread.run_sync(job.run, abandon_on_cancel=True, limiter=limiter)
-        except trio.Cancelled:
-            job.abort()
-            raise
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(job.abort_when_cancelled)
+            # Shielded: the thread is not left behind, it is woken and ends.
+            with trio.CancelScope(shield=True):
+                outcome = await trio.to_thread.run_sync(job.run, limiter=limiter)
+            nursery.cancel_scope.cancel()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if isinstance(outcome, IntellectError):
+            raise outcome
+        return outcome
 
     def close(self) -> None:
         """Close the idle connections; those in use close when they are given back."""
@@ -84,7 +89,8 @@ class HttpSource:
 
     def give_back(self, connection: http.client.HTTPConnection) -> None:
         """Keep a connection whose response was read to the end."""
-        if self._closed or len(self._idle) >= _MAX_IDLE_CONNECTIONS:
+        ended = connection.sock is None  # the server said Connection: close
+        if ended or self._closed or len(self._idle) >= _MAX_IDLE_CONNECTIONS:
             connection.close()
         else:
             self._idle.append(connection)
@@ -109,16 +115,26 @@ class _Job:
         self._socket: socket.socket | None = None
 
     def abort(self) -> None:
-        """Make `run` end: it wakes from a blocking read when the socket is shut down."""
+        """Make `run` end if it has not: it wakes from a blocking read when the socket is shut down."""
         self._aborted.set()
         connected = self._socket
         if connected is not None:
             with contextlib.suppress(OSError):
                 connected.shutdown(socket.SHUT_RDWR)
 
-    def run(self) -> bytes:
-        """Download; in a worker thread."""
-        connection, used = self._source.connection()
+    async def abort_when_cancelled(self) -> None:
+        """Wait for the cancellation of the caller, then `abort`."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            self.abort()
+
+    def run(self) -> bytes | IntellectError:
+        """Download, in a worker thread; what went wrong is returned."""
+        try:
+            connection, used = self._source.connection()
+        except ConnectError as error:
+            return error
         try:
             try:
                 return self._exchange(connection)
@@ -131,12 +147,10 @@ class _Job:
                 return self._exchange(connection)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise UnreachableError(
-                f"{self._source.address}:{self._source.port} broke off: {error}"
-            ) from error
-        except IntellectError:
+            return UnreachableError(f"{self._source.address}:{self._source.port} broke off: {error}")
+        except IntellectError as error:
             connection.close()
-            raise
+            return error
 
     def _exchange(self, connection: http.client.HTTPConnection) -> bytes:
         self._socket = connection.sock

@@ -33,53 +33,53 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     pass
 
 
-class Hello(_Frame, tag="hello"):
+class Hello(_Frame, frozen=True, tag="hello"):
     """First frame of each side; an origin is the run's seeder or coordinator."""
 
     run_id: bytes
     origin: bool
 
 
-class Want(_Frame, tag="want"):
+class Want(_Frame, frozen=True, tag="want"):
     """I download version `c` and have the chunks of `bits`: tell me what you offer, from now on."""
 
     c: bytes
     bits: bytes
 
 
-class Bitfield(_Frame, tag="bitfield"):
+class Bitfield(_Frame, frozen=True, tag="bitfield"):
     """What I offer of version `c`, replacing what I said before."""
 
     c: bytes
     bits: bytes
 
 
-class Have(_Frame, tag="have"):
+class Have(_Frame, frozen=True, tag="have"):
     """I have, or offer, these chunks too."""
 
     c: bytes
     indexes: list[int]
 
 
-class Done(_Frame, tag="done"):
+class Done(_Frame, frozen=True, tag="done"):
     """I do not download version `c` any more; `complete` if I have all of it."""
 
     c: bytes
     complete: bool
 
 
-class Peers(_Frame, tag="peers"):
+class Peers(_Frame, frozen=True, tag="peers"):
     """Full multiaddresses of others that download or hold version `c`."""
 
     c: bytes
     addresses: list[str]
 
 
-class Ask(_Frame, tag="ask"):
+class Ask(_Frame, frozen=True, tag="ask"):
     """May I download from you?"""
 
 
-class Ticket(_Frame, tag="ticket"):
+class Ticket(_Frame, frozen=True, tag="ticket"):
     """Yes, for `lifetime_s`: over HTTP at `address` (empty: where you see me) and `port`.
 
     Port 0: there is no data plane; ask on this stream.
@@ -91,20 +91,20 @@ class Ticket(_Frame, tag="ticket"):
     lifetime_s: float
 
 
-class Busy(_Frame, tag="busy"):
+class Busy(_Frame, frozen=True, tag="busy"):
     """Not now: ask again after `retry_after_s`."""
 
     retry_after_s: float
 
 
-class Request(_Frame, tag="request"):
+class Request(_Frame, frozen=True, tag="request"):
     """Send me chunk `index` on this stream."""
 
     c: bytes
     index: int
 
 
-class Data(_Frame, tag="data"):
+class Data(_Frame, frozen=True, tag="data"):
     """Bytes of a requested chunk from `offset`; pieces come in order."""
 
     c: bytes
@@ -113,7 +113,7 @@ class Data(_Frame, tag="data"):
     data: bytes
 
 
-class Refuse(_Frame, tag="refuse"):
+class Refuse(_Frame, frozen=True, tag="refuse"):
     """A `Request` that is not served; `gone` if the chunk is not here."""
 
     c: bytes
@@ -121,7 +121,7 @@ class Refuse(_Frame, tag="refuse"):
     gone: bool
 
 
-class Keep(_Frame, tag="keep"):
+class Keep(_Frame, frozen=True, tag="keep"):
     """I am still here."""
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 import trio
 
-from ..errors import WireError
+from ..errors import IntellectError, WireError
 from ..wire import frame as with_length
 from .chunk_frames import (
     MAX_FRAME_BYTES,
@@ -97,21 +97,21 @@ class Link:
         self._closed = True
         self._wake.set()
 
-    async def run(self, on_frame: Callable[[Link, Frame], Awaitable[None]]) -> None:
+    async def run(self, on_frame: Callable[[Frame], None]) -> None:
         """Read and write until either side closes.
 
         Raises:
             WireError: the peer broke the protocol.
             UnreachableError: the peer is gone.
         """
-        failure: Exception | None = None
+        failure: IntellectError | None = None
         async with trio.open_nursery() as nursery:
 
             async def write() -> None:
                 nonlocal failure
                 try:
                     await self._write_all()
-                except Exception as error:
+                except IntellectError as error:
                     failure = error
                 nursery.cancel_scope.cancel()
 
@@ -122,8 +122,8 @@ class Link:
                         payload = await self._stream.read_frame(
                             max_bytes=MAX_FRAME_BYTES, timeout_s=_SILENCE_S
                         )
-                        await on_frame(self, decode_frame(payload))
-                except Exception as error:
+                        on_frame(decode_frame(payload))
+                except IntellectError as error:
                     failure = error
                 nursery.cancel_scope.cancel()
 

@@ -5,6 +5,7 @@ Both are pure; times are seconds of the caller's clock.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from random import Random
 
 from .chunk_selection import indexes_of, random_index
@@ -23,7 +24,7 @@ class UploadSlots:
         self._until: dict[bytes, float] = {}
         self._waiting: dict[bytes, tuple[float, float]] = {}  # first and last time of asking
 
-    def ask(self, peer: bytes, given: dict[bytes, int], now: float) -> float:
+    def ask(self, peer: bytes, given: Mapping[bytes, int], now: float) -> float:
         """Ask for a slot or its renewal.
 
         Args:
@@ -71,11 +72,13 @@ class Reveal:
     """Which chunks of one version an origin shows to whom, so that it uploads each about once.
 
     A chunk is shown to one peer; to a second one only when the first has not announced it within
-    `lease_s`, or when nobody connected has it any more. Everybody else gets it from peers, which
+    the lease, or when nobody connected has it any more. Everybody else gets it from peers, which
     works because a peer announces and serves a chunk as soon as it is verified. A peer that gains
-    nothing for `lease_s` cannot reach the others (or they lie about what they have): it is shown
-    whatever it lacks, rarest first. This is BitTorrent's super-seeding (BEP 16) with a time limit
-    in place of its wait for the piece to turn up elsewhere.
+    nothing for a lease cannot reach the others (or they lie about what they have): it is shown
+    whatever it lacks. This is BitTorrent's super-seeding (BEP 16) with a time limit in place of its
+    wait for the piece to turn up elsewhere. The lease is `lease_s` and four times what it usually
+    takes from showing a chunk to its announcement, so that a slow link or a busy machine is not
+    taken for an isolated one.
     """
 
     FIRST_WINDOW = 4  # chunks shown and not yet announced, per peer; grows by one with each gain
@@ -86,6 +89,8 @@ class Reveal:
         self._lease_s = lease_s
         self._random = random
         self._peers: dict[bytes, _Shown] = {}
+        self._typical_s = 0.0  # from showing to announcing
+        self.available = 0  # mask of the chunks the origin has itself
 
     def update(self, peer: bytes, has: int, now: float) -> None:
         """`peer` downloads this version and has the chunks of `has`."""
@@ -94,11 +99,14 @@ class Reveal:
         if state is None:
             self._peers[peer] = _Shown(has, now)
             return
-        gained = (has & ~state.has).bit_count()
-        if gained:
-            state.has |= has
-            state.gained_at = now
-            state.window = min(state.window + gained, self.MAX_WINDOW)
+        gained = has & ~state.has
+        if not gained:
+            return
+        for index in indexes_of(gained & state.mask):
+            self._typical_s += 0.2 * (now - state.shown_at[index] - self._typical_s)
+        state.has |= has
+        state.gained_at = now
+        state.window = min(state.window + gained.bit_count(), self.MAX_WINDOW)
 
     def remove(self, peer: bytes) -> None:
         """`peer` is gone."""
@@ -109,14 +117,23 @@ class Reveal:
         state = self._peers.get(peer)
         return state.mask if state else 0
 
-    def advance(self, now: float) -> dict[bytes, list[int]]:
-        """Show more chunks where it is time to. Returns the new ones per peer."""
+    def advance(self, now: float, may_download: Callable[[bytes], bool]) -> dict[bytes, list[int]]:
+        """Show more chunks where it is time to. Returns the new ones per peer.
+
+        Args:
+            may_download: whether a peer has an upload slot; to others nothing new is shown.
+        """
+        lease_s = self._lease_s + 4 * self._typical_s
         held = leased = 0
         for state in self._peers.values():
             held |= state.has
-            leased |= state.leased(now - self._lease_s)
+            leased |= state.leased(now - lease_s)
         news: dict[bytes, list[int]] = {}
-        order = [peer for peer, state in self._peers.items() if state.has != self._everything]
+        order = [
+            peer
+            for peer, state in self._peers.items()
+            if state.has != self._everything and may_download(peer)
+        ]
         self._random.shuffle(order)
         progress = True
         while progress:
@@ -127,9 +144,9 @@ class Reveal:
                 open_now = state.mask & ~state.has
                 if open_now.bit_count() >= state.window:
                     continue
-                lacks = self._everything & ~state.has & ~state.mask
+                lacks = self.available & ~state.has & ~state.mask
                 choice = lacks & ~held & ~leased
-                if not choice and now - state.gained_at >= self._lease_s:
+                if not choice and now - state.gained_at >= lease_s:
                     choice = (lacks & ~held) or lacks
                 if choice:
                     index = random_index(choice, self._random)
@@ -146,16 +163,16 @@ class _Shown:
         self.mask = 0
         self.window = Reveal.FIRST_WINDOW
         self.gained_at = now
-        self._shown_at: dict[int, float] = {}
+        self.shown_at: dict[int, float] = {}
 
     def show(self, index: int, now: float) -> None:
         self.mask |= 1 << index
-        self._shown_at[index] = now
+        self.shown_at[index] = now
 
     def leased(self, horizon: float) -> int:
         """Mask of what was shown after `horizon` and is not announced yet."""
         mask = 0
         for index in indexes_of(self.mask & ~self.has):
-            if self._shown_at[index] > horizon:
+            if self.shown_at[index] > horizon:
                 mask |= 1 << index
         return mask

@@ -22,7 +22,7 @@ from .dataplane import Report, Setup
 
 logger = logging.getLogger(__name__)
 
-_START_S = 20.0
+_START_S = 60.0  # a busy machine may take long to import the server's libraries
 _STOP_S = 2.0
 
 
@@ -99,7 +99,7 @@ class DataPlane:
     async def _start(self) -> _Server:
         server = _Server(msgspec.structs.replace(self._setup, port=self.port))
         try:
-            with trio.move_on_after(_START_S):
+            with trio.move_on_after(_START_S) as scope:
                 while (report := await server.next_report()) is not None:
                     if report.port:
                         self.port, self.pid = report.port, server.pid
@@ -108,7 +108,10 @@ class DataPlane:
             await server.stop()
             raise
         await server.stop()
-        raise PreflightError(f"the data plane cannot listen on {self._setup.host}:{self.port}")
+        where = f"{self._setup.host}:{self.port}"
+        if scope.cancelled_caught:
+            raise PreflightError(f"the data plane did not listen on {where} within {_START_S:g} s")
+        raise PreflightError(f"the data plane cannot listen on {where} (status {server.status})")
 
 
 class _Server:

@@ -1,0 +1,506 @@
+"""The chunk exchange: one service per process that serves and downloads versions.
+
+    async with open_chunk_service(host, store, run_id=run_id, discovery=host.discovery) as chunks:
+        await chunks.publish(signed)                    # the seeder: everything is in the store
+        report = await chunks.fetch(signed, providers)  # a node: returns when all is verified
+        store.assemble(report.manifest, folder)
+
+A version is served from the moment its first chunk is verified. Links to peers (the control
+streams) stay open between versions, so that a new one needs no dialling. What peers say is kept per
+link and forgotten with it; what they deliver is checked against the signed manifest alone.
+
+Whom to ask is found in four ways: peers named by the caller, peers the host is connected to, the
+DHT (records under C), and peers that linked peers name (`Peers`).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+
+import msgspec
+import trio
+
+from ..checkpoint import Manifest, SignedManifest, checkpoint_hash
+from ..chunk_store import ChunkStore
+from ..errors import IntellectError, ManifestError, PreflightError, RefusedError, UsageError
+from ..file_lock import FileLock
+from .addresses import PeerAddress, parse_address
+from .chunk_config import ChunkConfig, ChunkHost, Providers
+from .chunk_frames import (
+    MAX_PEERS,
+    Ask,
+    Bitfield,
+    Busy,
+    Data,
+    Done,
+    Frame,
+    Have,
+    Hello,
+    Peers,
+    Refuse,
+    Request,
+    Ticket,
+    Want,
+    pack_bits,
+    unpack_bits,
+)
+from .chunk_links import LinkTable
+from .chunk_peer import RemotePeer
+from .chunk_selection import indexes_of, mask_of
+from .chunk_slots import Reveal
+from .chunk_uploads import Uploads
+from .fetch import Progress, VersionFetch
+
+logger = logging.getLogger(__name__)
+
+_FIND_DEADLINE_S = 5.0
+_TICK_S = 0.2
+
+
+class FetchReport(msgspec.Struct, frozen=True):
+    """A finished download: verified bytes by peer id, and the peers banned for bad chunks."""
+
+    checkpoint: bytes
+    manifest: Manifest
+    seconds: float
+    bytes_from: Mapping[bytes, int]
+    banned: list[bytes]
+
+
+class _Served:
+    """A version this service holds, wholly or in part."""
+
+    def __init__(self, checkpoint: bytes, manifest: Manifest, hold: FileLock) -> None:
+        self.checkpoint = checkpoint
+        self.manifest = manifest
+        self.hold = hold
+        self.have = 0
+        self.everything = (1 << len(manifest.chunks)) - 1
+        self.fetch: VersionFetch | None = None
+        self.reveal: Reveal | None = None
+        self.provided = False
+
+
+class ChunkService:
+    """Serves and downloads versions of one run; made by `open_chunk_service`.
+
+    Attributes:
+        bytes_from: verified chunk bytes received, by peer id.
+        bytes_to: chunk bytes sent, by peer id.
+    """
+
+    def __init__(
+        self,
+        host: ChunkHost,
+        store: ChunkStore,
+        run_id: bytes,
+        config: ChunkConfig,
+        origin: bool,
+        discovery: Providers | None,
+        rng: random.Random,
+    ) -> None:
+        self.bytes_from: dict[bytes, int] = {}
+        self.uploads = Uploads(store, run_id, config)
+        self.bytes_to = self.uploads.bytes_to
+        self._host = host
+        self._store = store
+        self._config = config
+        self._origin = origin
+        self._discovery = discovery
+        self._random = rng
+        self._links = LinkTable(
+            host,
+            config,
+            Hello(run_id, origin),
+            on_up=self._on_link,
+            on_down=self._on_link_lost,
+            on_frame=self._on_frame,
+        )
+        self._versions: dict[bytes, _Served] = {}
+        self._limiter = trio.CapacityLimiter(config.downloads)
+        self._nursery: trio.Nursery
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Serve inside this block."""
+        async with self.uploads.running(), trio.open_nursery() as nursery:
+            self._nursery = nursery
+            self._links.serve(nursery)
+            nursery.start_soon(self._tick)
+            try:
+                yield
+            finally:
+                nursery.cancel_scope.cancel()
+                for served in self._versions.values():
+                    served.hold.release()
+
+    def linked_peers(self) -> list[bytes]:
+        """Peers with a control stream to us."""
+        return list(self._links.by_id)
+
+    def served_versions(self) -> list[bytes]:
+        """Hashes C of the versions that are served or being downloaded."""
+        return list(self._versions)
+
+    async def publish(self, signed: SignedManifest) -> bytes:
+        """Serve a version all of whose chunks are in the store. Returns C.
+
+        Raises:
+            ManifestError: chunks are missing.
+            PreflightError: the store has no room for it.
+        """
+        served = await self._open_version(signed)
+        if served.have != served.everything:
+            if served.fetch is None:
+                self.withdraw(served.checkpoint)
+            raise ManifestError(f"version {served.manifest.version} is not complete in the store")
+        self._provide(served)
+        return served.checkpoint
+
+    async def fetch(
+        self,
+        signed: SignedManifest,
+        providers: Iterable[PeerAddress] = (),
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> FetchReport:
+        """Download a version whose manifest is verified, and go on serving it.
+
+        What is in the store already is not fetched again. Cancel it to give up earlier than
+        `stalled_s`; what has arrived stays.
+
+        Args:
+            providers: peers to try besides those that are found.
+
+        Raises:
+            DeadlineError: nobody delivered a chunk for `stalled_s`.
+            PreflightError: disk or quota have no room.
+            RefusedError: the same version is being fetched already.
+        """
+        started = trio.current_time()
+        served = await self._open_version(signed)
+        manifest = served.manifest
+        if served.fetch is not None:
+            raise RefusedError("busy", f"version {manifest.version} is being fetched already")
+
+        def verified(indexes: list[int], peer: bytes, size: int) -> None:
+            self.bytes_from[peer] = self.bytes_from.get(peer, 0) + size
+            self._gained(served, indexes)
+            done = served.have.bit_count()
+            on_progress(Progress(manifest.version, done, len(manifest.chunks), dict(fetch.bytes_from)))
+
+        fetch = served.fetch = VersionFetch(
+            served.checkpoint,
+            manifest,
+            indexes_of(served.everything & ~served.have),
+            self._store,
+            self._links.by_id,
+            random=self._random,
+            limiter=self._limiter,
+            requests_per_peer=self._config.requests_per_peer,
+            stalled_s=self._config.stalled_s,
+            on_verified=verified,
+        )
+        try:
+            for peer in self._links:
+                self._tell_want(served, peer)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._find_peers, served, list(providers))
+                error = await _outcome(fetch.run)
+                nursery.cancel_scope.cancel()
+            if error is not None:
+                raise error
+        finally:
+            served.fetch = None
+            complete = served.have == served.everything
+            for peer in self._links:
+                peer.link.send(Done(served.checkpoint, complete))
+            if not complete:
+                self.withdraw(served.checkpoint)
+        self._provide(served)
+        seconds = trio.current_time() - started
+        return FetchReport(served.checkpoint, manifest, seconds, dict(fetch.bytes_from), fetch.banned())
+
+    def withdraw(self, checkpoint: bytes) -> None:
+        """Serve a version no more; its chunks stay until the store evicts them."""
+        served = self._versions.pop(checkpoint, None)
+        if served is None:
+            return
+        served.hold.release()
+        for peer in self._links:
+            if peer.wants(checkpoint):
+                peer.link.send(Bitfield(checkpoint, b""))
+        if self._discovery is not None and served.provided:
+            self._discovery.stop_providing(checkpoint)
+
+    # Versions
+
+    async def _open_version(self, signed: SignedManifest) -> _Served:
+        checkpoint = checkpoint_hash(signed.manifest)
+        if checkpoint in self._versions:
+            return self._versions[checkpoint]
+        hold = await self._admit(signed)
+        try:
+            manifest = await trio.to_thread.run_sync(self._store.manifest, checkpoint)
+            missing = mask_of(await trio.to_thread.run_sync(self._store.missing, manifest))
+        except BaseException:
+            hold.release()
+            raise
+        if checkpoint in self._versions:  # by another task, meanwhile
+            hold.release()
+            return self._versions[checkpoint]
+        served = self._versions[checkpoint] = _Served(checkpoint, manifest, hold)
+        served.have = served.everything & ~missing
+        if self._origin:
+            # Long enough for a slow home link to fetch and announce its first chunks.
+            lease_s = self._config.reveal_lease_s + Reveal.FIRST_WINDOW * manifest.chunk_size / (1 << 20)
+            served.reveal = Reveal(len(manifest.chunks), lease_s, self._random)
+            served.reveal.available = served.have
+        for peer in self._links:
+            if peer.wants(checkpoint):
+                self._greet_downloader(served, peer)
+        return served
+
+    async def _admit(self, signed: SignedManifest) -> FileLock:
+        """Admit a version to the store; older ones that are only served make room for it."""
+        while True:
+            try:
+                return await trio.to_thread.run_sync(self._store.admit, signed)
+            except PreflightError:
+                idle = [served for served in self._versions.values() if served.fetch is None]
+                if not idle:
+                    raise
+                self.withdraw(min(idle, key=lambda served: served.manifest.version).checkpoint)
+
+    def _provide(self, served: _Served) -> None:
+        newest_first = sorted(
+            (other for other in self._versions.values() if other.fetch is None),
+            key=lambda other: -other.manifest.version,
+        )
+        for old in newest_first[self._store.retain :]:
+            self.withdraw(old.checkpoint)
+        if self._discovery is not None and not served.provided:
+            served.provided = True
+            self._nursery.start_soon(self._provide_in_dht, self._discovery, served.checkpoint)
+
+    async def _provide_in_dht(self, discovery: Providers, checkpoint: bytes) -> None:
+        try:
+            await discovery.provide(checkpoint)
+        except IntellectError as error:
+            logger.debug("providing %s: %s", checkpoint.hex()[:16], error)
+
+    async def _find_peers(self, served: _Served, providers: list[PeerAddress]) -> None:
+        while True:
+            for where in providers:
+                self._links.dial(where.peer_id, where)
+            for row in self._host.peers():
+                self._links.dial(row.peer_id)
+            if self._discovery is not None:
+                try:
+                    found = await self._discovery.find_providers(served.checkpoint, _FIND_DEADLINE_S)
+                except IntellectError as error:
+                    logger.debug("looking for providers: %s", error)
+                else:
+                    for where in found:
+                        self._links.dial(where.peer_id, where)
+            await trio.sleep(self._config.find_interval_s * self._random.uniform(0.75, 1.25))
+
+    # What we tell peers
+
+    def _offer(self, served: _Served, peer: RemotePeer) -> bytes:
+        """Bitfield of what `peer` may take from us; between origins, of what we have."""
+        if served.reveal is None or peer.origin:
+            return pack_bits(served.have)
+        return pack_bits(served.reveal.shown(peer.peer_id))
+
+    def _tell_want(self, served: _Served, peer: RemotePeer) -> None:
+        peer.link.send(Want(served.checkpoint, self._offer(served, peer)))
+        peer.has_slot(trio.current_time())  # asks for one
+        if served.fetch is not None:
+            served.fetch.offer(peer)
+
+    def _greet_downloader(self, served: _Served, peer: RemotePeer) -> None:
+        self._track(served, peer)
+        peer.link.send(Bitfield(served.checkpoint, self._offer(served, peer)))
+        self._show_more(served)
+        others = [
+            other.peer_id
+            for other in self._links
+            if other is not peer and (other.wants(served.checkpoint) or other.offered(served.checkpoint))
+        ]
+        addresses: list[str] = []
+        for peer_id in self._random.sample(others, min(len(others), MAX_PEERS)):
+            where = self._host.dialable(peer_id)
+            if where is not None:
+                addresses += where.full()[:1]
+        if addresses:
+            peer.link.send(Peers(served.checkpoint, addresses))
+
+    def _gained(self, served: _Served, indexes: list[int]) -> None:
+        served.have |= mask_of(indexes)
+        if served.reveal is not None:
+            served.reveal.available = served.have
+            self._show_more(served)
+        for peer in self._links:
+            # Whoever downloads wants to know what it can get; an origin, what need not come from it.
+            if peer.origin or (served.reveal is None and peer.wants(served.checkpoint)):
+                peer.link.announce(served.checkpoint, indexes)
+        if not served.provided:
+            self._provide(served)
+
+    def _show_more(self, served: _Served) -> None:
+        if served.reveal is None:
+            return
+        news = served.reveal.advance(trio.current_time(), self.uploads.holds_slot)
+        for peer_id, indexes in news.items():
+            if peer_id in self._links.by_id:
+                self._links.by_id[peer_id].link.send(Have(served.checkpoint, indexes))
+
+    async def _tick(self) -> None:
+        while True:
+            await trio.sleep(_TICK_S)
+            for served in list(self._versions.values()):
+                self._show_more(served)
+
+    # What peers tell us
+
+    def _on_link(self, peer: RemotePeer) -> None:
+        for served in self._versions.values():
+            if served.fetch is not None:
+                self._tell_want(served, peer)
+
+    def _on_link_lost(self, peer: RemotePeer) -> None:
+        self.uploads.release(peer.peer_id)
+        for served in self._versions.values():
+            if served.reveal is not None:
+                served.reveal.remove(peer.peer_id)
+            if served.fetch is not None:
+                served.fetch.remove(peer.peer_id)
+
+    def _on_frame(self, peer: RemotePeer, frame: Frame) -> None:
+        now = trio.current_time()
+        match frame:
+            case Want():
+                self._on_want(peer, frame)
+            case Bitfield():
+                peer.note_offer(frame.c, unpack_bits(frame.bits))
+                self._track_known(peer, frame.c)
+            case Have():
+                peer.note_offer(frame.c, peer.offered(frame.c) | mask_of(frame.indexes))
+                self._track_known(peer, frame.c)
+            case Done():
+                self._on_done(peer, frame)
+            case Ask():
+                if self.uploads.on_ask(peer, self.bytes_from):
+                    for served in self._versions.values():
+                        self._show_more(served)
+            case Ticket():
+                peer.note_ticket(frame, now)
+                for served in self._versions.values():
+                    if served.fetch is not None:
+                        served.fetch.wake()
+            case Busy():
+                peer.note_busy(frame, now)
+            case Request():
+                self._on_request(peer, frame)
+            case Data():
+                peer.note_data(frame)
+            case Refuse():
+                peer.note_refuse(frame)
+            case Peers():
+                self._on_peers(frame)
+
+    def _on_want(self, peer: RemotePeer, want: Want) -> None:
+        peer.note_want(want.c)
+        peer.note_offer(want.c, unpack_bits(want.bits))
+        served = self._versions.get(want.c)
+        if served is not None:
+            self._greet_downloader(served, peer)
+
+    def _on_done(self, peer: RemotePeer, done: Done) -> None:
+        served = self._versions.get(done.c)
+        if done.complete and served is not None:
+            if served.reveal is not None:
+                served.reveal.update(peer.peer_id, served.everything, trio.current_time())
+            if not peer.origin:
+                peer.note_offer(done.c, served.everything)
+                self._track_known(peer, done.c)
+        elif not done.complete and served is not None and served.reveal is not None:
+            served.reveal.remove(peer.peer_id)
+        if not peer.note_done(done.c):
+            self.uploads.release(peer.peer_id)
+
+    def _on_request(self, peer: RemotePeer, request: Request) -> None:
+        served = self._versions.get(request.c)
+        digest = None
+        if served is not None and served.have >> request.index & 1:
+            digest = served.manifest.chunks[request.index]
+        self.uploads.on_request(peer, request, digest)
+
+    def _on_peers(self, frame: Peers) -> None:
+        served = self._versions.get(frame.c)
+        if served is None or served.fetch is None:
+            return
+        for text in frame.addresses:
+            try:
+                where = parse_address(text)
+            except UsageError:
+                continue
+            self._links.dial(where.peer_id, where)
+
+    def _track_known(self, peer: RemotePeer, checkpoint: bytes) -> None:
+        served = self._versions.get(checkpoint)
+        if served is not None:
+            self._track(served, peer)
+            self._show_more(served)
+
+    def _track(self, served: _Served, peer: RemotePeer) -> None:
+        """Use what a peer has said of a version.
+
+        A downloader, and any peer that is no origin, states what it has; an origin that does not
+        download states what it shows us, and that says nothing of what the others can get.
+        """
+        offered = peer.offered(served.checkpoint)
+        if served.reveal is not None and (peer.wants(served.checkpoint) or not peer.origin):
+            served.reveal.update(peer.peer_id, offered, trio.current_time())
+        if served.fetch is not None:
+            served.fetch.offer(peer)
+
+
+async def _outcome(work: Callable[[], Awaitable[None]]) -> IntellectError | None:
+    """Run `work` and return its error: raised inside a nursery it would come out as a group."""
+    try:
+        await work()
+    except IntellectError as error:
+        return error
+    return None
+
+
+@asynccontextmanager
+async def open_chunk_service(
+    host: ChunkHost,
+    store: ChunkStore,
+    *,
+    run_id: bytes,
+    config: ChunkConfig | None = None,
+    origin: bool = False,
+    discovery: Providers | None = None,
+    rng: random.Random | None = None,
+) -> AsyncIterator[ChunkService]:
+    """A running chunk service; leaving the block closes its links and its data plane.
+
+    Args:
+        origin: this is the run's seeder or coordinator: others take from it only what no other
+            peer offers, and it shows each chunk to one of them at a time.
+        discovery: DHT, to provide and to find versions under their hash.
+
+    Raises:
+        PreflightError: the data plane cannot listen.
+    """
+    service = ChunkService(
+        host, store, run_id, config or ChunkConfig(), origin, discovery, rng or random.SystemRandom()
+    )
+    async with service.running():
+        yield service
