@@ -41,6 +41,7 @@ from .store import Record, Store
 
 MAX_VERDICT_BYTES = 512 * 1024
 _POSTPONE_MS = 2_000
+_LOOK_AGAIN_S = 0.25
 
 Concluded = Callable[[int, SubmissionState], Awaitable[None]]
 
@@ -106,16 +107,16 @@ class JobDesk:
         kinds = frozenset(message.kinds)
         with trio.move_on_after(self._limits.wait_s):
             while True:
-                found = await self._store.write(partial(self._claim, validator=validator, kinds=kinds))
+                heard = self._bell.listen()
+                # Shielded: a claim that is committed must reach the caller, or it is lost until it expires.
+                with trio.CancelScope(shield=True):
+                    found = await self._store.write(partial(self._claim, validator=validator, kinds=kinds))
                 if found is not None:
                     return found
-                await self._wait_for_job()
+                # Postponed jobs come due without a ring.
+                with trio.move_on_after(_LOOK_AGAIN_S):
+                    await heard.wait()
         return ValidatorJobResult(), None
-
-    async def _wait_for_job(self) -> None:
-        # Postponed jobs come due without a ring.
-        with trio.move_on_after(0.25):
-            await self._bell.wait()
 
     def _claim(
         self, connection: Connection, validator: str, kinds: frozenset[JobKind]

@@ -32,19 +32,19 @@ _URGENCY = (JobKind.CASE, JobKind.ROOT, JobKind.REVIEW, JobKind.JUDGE)
 
 
 class Bell:
-    """Wakes those who wait for a job; ringing it for nothing does no harm."""
+    """Wakes those who wait for a job. Take `heard = bell.listen()` before looking: then no ring is lost."""
 
     def __init__(self) -> None:
         self._event = trio.Event()
 
+    def listen(self) -> trio.Event:
+        """The event that the next ring sets."""
+        return self._event
+
     def ring(self) -> None:
-        """Wake everybody who waits now."""
+        """Wake everybody who listens now."""
         self._event.set()
         self._event = trio.Event()
-
-    async def wait(self) -> None:
-        """Until the next ring."""
-        await self._event.wait()
 
 
 def _add(connection: Connection, job_id: bytes, kind: JobKind, not_before_ms: int, **fields: object) -> None:
