@@ -187,6 +187,7 @@ class GuardedSwarm(Swarm):  # type: ignore[misc]
         self._timeouts = timeouts
         self._pending: OrderedDict[trio.CancelScope, str] = OrderedDict()
         self._failed_until: OrderedDict[ID, float] = OrderedDict()
+        self.auto_connector.maybe_connect = _do_not_connect  # `discovery` decides whom to dial
         self.is_barred: Callable[[ID], bool] = lambda peer_id: False
 
     def unblock_peer(self, peer_id: ID) -> None:
@@ -393,6 +394,10 @@ async def _guarded(work: Awaitable[None], blame: Callable[[], None]) -> None:
         blame()
 
 
+async def _do_not_connect() -> None:
+    """In place of a connector that dials strangers up to half the connection cap."""
+
+
 def _set_reuse_address(sock: Any) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
@@ -415,6 +420,8 @@ def build(
         PreflightError: another version of py-libp2p is installed.
     """
     check_version()
+    # A stranger can make the library log an error per packet; what matters is logged here.
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)
     tcp_module._set_reuse_flags = _set_reuse_address
     keys = key_pair(peer_key)
     peer_id = ID.from_pubkey(keys.public_key)
@@ -427,7 +434,7 @@ def build(
     config = ConnectionConfig(
         max_connections=cap,
         min_connections=0,
-        low_watermark=0,  # the library's own connector stays idle; `discovery` keeps peers
+        low_watermark=0,
         high_watermark=cap,
         max_connections_per_peer=2,
         dial_timeout=timeouts.dial_s,
@@ -449,7 +456,5 @@ def build(
         limits=limits,
         timeouts=timeouts,
     )
-    host = GuardedHost(
-        swarm, limits=limits, announce=announce, negotiate_timeout=int(timeouts.negotiate_s)
-    )
+    host = GuardedHost(swarm, limits=limits, announce=announce, negotiate_timeout=int(timeouts.negotiate_s))
     return swarm, host

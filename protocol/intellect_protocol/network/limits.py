@@ -16,8 +16,8 @@ class Limits:
 
     connections: int = 64
     connections_per_address: int = 64  # NAT and loopback put many honest peers behind one address
-    pending_upgrades: int = 64  # inbound sockets before the end of their handshake
-    pending_upgrades_per_address: int = 16
+    pending_upgrades: int = 128  # inbound sockets before the end of their handshake
+    pending_upgrades_per_address: int = 64
     dials: int = 16  # at once
     addresses_per_peer: int = 4  # tried per dial
     streams_per_connection: int = 256  # inbound, at once
@@ -26,6 +26,7 @@ class Limits:
     request_burst: int = 40  # per peer
     unread_bytes_per_peer: int = 32 << 20
     request_body_memory_bytes: int = 1 << 20  # larger bodies are spooled to a file
+    spooled_bytes: int = 4 << 30  # of all request bodies at once
     provider_keys: int = 10_000  # foreign records held for the DHT
     gossip_message_bytes: int = 64 << 10
     gossip_per_s: float = 200.0  # per forwarding peer and topic

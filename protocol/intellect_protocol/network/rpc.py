@@ -19,7 +19,7 @@ from typing import BinaryIO
 import msgspec
 import trio
 
-from ..errors import DeadlineError, UnreachableError, WireError
+from ..errors import DeadlineError, WireError
 from ..wire import EMPTY_BODY_HASH, Envelope, sha256
 from .limits import Limits, Timeouts
 from .stream import UNIT_BYTES, Stream
@@ -162,9 +162,7 @@ async def receive_body(
 async def _receive_file(
     stream: Stream, size: int, expected_hash: bytes, folder: Path, to: Path | None
 ) -> Body:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, name = tempfile.mkstemp(prefix="body-", dir=folder)
-    draft = Path(name)
+    descriptor, draft = await trio.to_thread.run_sync(_make_draft, folder)
     try:
         with os.fdopen(descriptor, "wb") as file:
             digest = hashlib.sha256()
@@ -186,11 +184,12 @@ async def _receive_file(
     return Body(size, expected_hash, path=draft)
 
 
+def _make_draft(folder: Path) -> tuple[int, Path]:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, name = tempfile.mkstemp(prefix="body-", dir=folder)
+    return descriptor, Path(name)
+
+
 def _append(file: BinaryIO, digest: hashlib._Hash, piece: bytes) -> None:
     file.write(piece)
     digest.update(piece)
-
-
-def is_gone(error: Exception) -> bool:
-    """Whether an error says that the peer left or stalls, rather than that it lied."""
-    return isinstance(error, (UnreachableError, DeadlineError))

@@ -40,7 +40,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 Access = Literal["public", "bound"]
 _MAX_TEXT = 500
-_FLOOD_S = 5.0  # a peer this far ahead of its rate is not merely impatient
+_IMPATIENCE = 0.1  # blame for a request above the rate: a hundred in a row disconnect
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class RpcServer:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._routes: dict[str, _Route] = {}
+        self._held_bytes = 0
         self._spool = host.options.data_dir / "spool"
         options = host.options
         self._envelopes = EnvelopeChecker(
@@ -118,8 +119,8 @@ class RpcServer:
         peer = self._host.table.get(stream.peer_id) or self._host.table.joined(stream.peer_id, inbound=True)
         wait_s = peer.bucket.take()
         if wait_s > 0.0 or peer.in_flight >= self._host.limits.requests_per_peer:
-            if wait_s > _FLOOD_S / self._host.limits.requests_per_s:
-                self._host.fault(ID(stream.peer_id), "floods us with requests", 0.5)
+            if wait_s > 0.0:
+                self._host.fault(ID(stream.peer_id), "sends requests too fast", _IMPATIENCE)
             await self._refuse(stream, rpc.BUSY, "too many requests of yours at once", max(wait_s, 0.1))
             return
         peer.in_flight += 1
@@ -141,6 +142,7 @@ class RpcServer:
     async def _answer(self, stream: Stream, peer: Peer) -> Reply | None:
         """Serve one request; None if it was refused or the peer is gone."""
         body = EMPTY_BODY
+        held = 0
         try:
             request = await self._read_request(stream)
             route = self._routes.get(request.type)
@@ -148,6 +150,8 @@ class RpcServer:
                 raise RefusedError(rpc.UNKNOWN_REQUEST, f"no such request: {request.type[:64]!r}")
             signer = self._check(request, route, peer)
             payload = decode(request.payload, route.shape)
+            self._take_room(request.body_size)
+            held = request.body_size
             if request.body_size:
                 body = await receive_body(
                     stream,
@@ -164,14 +168,25 @@ class RpcServer:
             self._host.fault(ID(stream.peer_id), f"malformed request: {error}")
             code = rpc.BODY_HASH if "declared hash" in str(error) else rpc.MALFORMED
             await self._refuse(stream, code, str(error))
+        except DeadlineError as error:
+            self._host.fault(ID(stream.peer_id), f"stalls: {error}")
+        except OSError as error:
+            logger.error("cannot store a request's body: %s", error)
+            await self._refuse(stream, rpc.UNAVAILABLE, "no room to store this; try again", 60.0)
         else:
             await self._send(stream, reply)
             self._host.table.praise(stream.peer_id)
             return reply
         finally:
+            self._held_bytes -= held
             if body.path is not None:
                 body.path.unlink(missing_ok=True)
         return None
+
+    def _take_room(self, size: int) -> None:
+        if self._held_bytes + size > self._host.limits.spooled_bytes:
+            raise RefusedError(rpc.BUSY, "too many uploads at once", 5.0)
+        self._held_bytes += size
 
     async def _read_request(self, stream: Stream) -> Request:
         with trio.move_on_after(self._host.timeouts.request_s):
