@@ -32,7 +32,7 @@ async def ask_run(address: str) -> RunConfig:
     from intellect_protocol.messages import GetRun, GetRunResult
     from intellect_protocol.run import parse_run_config
 
-    async with _passer_by() as host:
+    async with passer_by() as host:
         peer_id = await host.connect(address, timeout_s=_DIAL_S)
         try:
             answer, _ = await host.client.call(peer_id, GetRun(), GetRunResult, deadline_s=_ANSWER_S)
@@ -51,14 +51,14 @@ async def ask_clock(address: str) -> float:
     """
     from intellect_protocol.messages import GetHead, GetHeadResult
 
-    async with _passer_by() as host:
+    async with passer_by() as host:
         peer_id = await host.connect(address, timeout_s=_DIAL_S)
         answer, _ = await host.client.call(peer_id, GetHead(), GetHeadResult, deadline_s=_ANSWER_S)
         return answer.clock_ms / 1000
 
 
 @asynccontextmanager
-async def _passer_by() -> AsyncIterator[Host]:
+async def passer_by() -> AsyncIterator[Host]:
     """A host that listens nowhere, with a key that is thrown away."""
     from intellect_protocol.keys import PeerKey
     from intellect_protocol.network.host import HostOptions, open_host

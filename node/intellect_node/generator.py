@@ -162,7 +162,7 @@ class Generator:
             self._say(f"policy {policy.version}: {error}; fetching and loading it again")
             try:
                 await builder.engine.unload()
-                policy = await self._follower.obtain(policy.version)
+                policy = await self._follower.refetch(policy.version)
                 await builder.adopt(policy)
             except (EngineError, UnreachableError, InvalidDataError) as second:
                 self._say(f"policy {policy.version} is not usable here: {second}")

@@ -130,6 +130,17 @@ class PolicyFollower:
             probe=manifest.probe,
         )
 
+    async def refetch(self, version: int) -> Policy:
+        """Drop a version's files and make them anew from verified chunks.
+
+        Raises:
+            As `obtain`.
+        """
+        self._policies.retain(sorted(self._pinned() - {version}))
+        policy = await self.obtain(version)
+        self._pin()
+        return policy
+
     def use(self, policy: Policy) -> None:
         """The engine is about to load this version: keep it."""
         self._in_use = policy.version
@@ -137,8 +148,10 @@ class PolicyFollower:
 
     def _pin(self) -> None:
         self._had = self._had[-self._retain_versions :]
-        pinned = set(self._had) | ({self._in_use} if self._in_use is not None else set())
-        self._policies.retain(sorted(pinned))
+        self._policies.retain(sorted(self._pinned()))
+
+    def _pinned(self) -> set[int]:
+        return set(self._had) | ({self._in_use} if self._in_use is not None else set())
 
     async def _pause(self, version: int, text: str, failures: int) -> None:
         self.problem = f"cannot get policy {version}: {text}"
