@@ -6,6 +6,7 @@ import pytest
 from example_run import example_run
 from hypothesis import given
 from hypothesis import strategies as st
+
 from intellect_protocol import assignment
 
 ARGUMENTS = (b"r" * 32, 3, b"c" * 32, b"b" * 32, b"n" * 20, 7)

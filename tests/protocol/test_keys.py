@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from intellect_protocol import keys
 from intellect_protocol.errors import BindingError, WalletError
 

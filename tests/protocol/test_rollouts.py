@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from intellect_protocol.errors import RolloutFileError
 from intellect_protocol.rollouts import (
     ROLLOUT_SCHEMA,

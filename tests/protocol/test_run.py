@@ -7,6 +7,7 @@ import pytest
 from example_run import PUBLISHER, example_run
 from hypothesis import given
 from hypothesis import strategies as st
+
 from intellect_protocol.errors import ConfigError
 from intellect_protocol.run import load_run_config, parse_run_config, run_id
 

@@ -5,6 +5,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from intellect_protocol import wire
 from intellect_protocol.errors import WireError
 from intellect_protocol.messages import Announcement, WorkStatus
