@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable
@@ -122,6 +123,8 @@ class ChainRpc:
             return _error(identifier, RpcError(-32000, str(error)))
         except Reverted as error:
             return _error(identifier, RpcError(3, str(error), "0x" + error.data.hex()))
+        except sqlite3.Error as error:
+            return _error(identifier, RpcError(-32603, f"the chain's file cannot be used: {error}"))
         except (IntellectError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             return _error(identifier, RpcError(-32602, f"invalid parameters: {error}"))
 

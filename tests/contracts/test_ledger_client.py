@@ -97,6 +97,14 @@ async def test_the_chains_clock_is_that_of_a_transaction_sent_now(world: World) 
     assert (await world.ledger.block()).time < world.now
 
 
+async def test_the_terms_of_cases_are_those_deployed(world: World) -> None:
+    terms = await world.ledger.court_terms()
+    for name in terms.__struct_fields__:
+        assert getattr(terms, name) == getattr(PARAMETERS, name), name
+    assert await world.ledger.bond() == PARAMETERS.bond
+    assert await world.ledger.unbonding_s() == PARAMETERS.unbonding_s
+
+
 async def test_a_deployment_of_another_chain_is_refused(world: World) -> None:
     elsewhere = msgspec.structs.replace(world.ledger.deployment, chain_id=78)
     ledger = Ledger(world.provider, elsewhere, world.folder / "state-78")

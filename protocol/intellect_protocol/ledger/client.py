@@ -25,6 +25,7 @@ from .records import (
     Block,
     Case,
     CaseStatus,
+    CourtTerms,
     NodeBinding,
     Offence,
     Receipt,
@@ -184,6 +185,11 @@ class Ledger:
     async def bond(self) -> int:
         """Tokens that opening a case takes from the reporter."""
         return int(await self._view("SlashCourt", "bond"))
+
+    async def court_terms(self) -> CourtTerms:
+        """Times, bond and caps of cases."""
+        names = ("window", "voting", "bond", "fraudCap", "equivocationCap", "accountCap", "capPeriod")
+        return CourtTerms(*[int(await self._view("SlashCourt", name)) for name in names])
 
     async def case(self, case_id: int) -> Case:
         """

@@ -133,6 +133,18 @@ class Case(msgspec.Struct, frozen=True):
     defence_hash: bytes
 
 
+class CourtTerms(msgspec.Struct, frozen=True):
+    """What holds for every case opened now: times in seconds, amounts in units of 10^-18 token."""
+
+    window_s: int
+    voting_s: int
+    bond: int
+    fraud_cap: int
+    equivocation_cap: int
+    account_cap: int
+    cap_period_s: int
+
+
 class Block(msgspec.Struct, frozen=True):
     """A block header, as far as we read it."""
 

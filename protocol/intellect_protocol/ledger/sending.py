@@ -127,20 +127,25 @@ class TransactionQueue:
             DeadlineError: no receipt in time; it stays queued and is never forgotten.
             UsageError: this queue has no state directory.
         """
-        progress = "the chain has not answered"
+        kept: list[SignedTransaction] = []
         try:
             with trio.fail_after(self._deadline_s):
                 async with self._key(signer.address):
                     earlier = await self._earlier(signer.address, intent)
                     if earlier is None:
-                        entry = await self._retrying(lambda: self._sign(signer, to, data, value, intent))
+                        entry = await self._retrying(
+                            lambda: self._sign(signer, to, data, value, intent, kept)
+                        )
                         await self._submit(entry)
                     else:
                         entry = earlier
-                progress = f"transaction 0x{entry.hash.hex()} is not mined yet and stays queued"
+                        kept.append(entry)
                 return await self._receipt(entry)
         except trio.TooSlowError:
-            raise DeadlineError(f"{progress} (after {self._deadline_s:g} s)") from None
+            what = "the chain does not answer; nothing was sent"
+            if kept:
+                what = f"transaction 0x{kept[0].hash.hex()} is not mined yet and stays queued"
+            raise DeadlineError(f"{what} (after {self._deadline_s:g} s)") from None
 
     async def resume(self) -> list[Receipt]:
         """Send again all that is pending from before, and wait for it. What reverted is left out.
@@ -193,8 +198,15 @@ class TransactionQueue:
         return entry
 
     async def _sign(
-        self, signer: Signer, to: str | None, data: bytes, value: int, intent: str | None
+        self,
+        signer: Signer,
+        to: str | None,
+        data: bytes,
+        value: int,
+        intent: str | None,
+        kept: list[SignedTransaction],
     ) -> SignedTransaction:
+        """The next transaction of a key, on disk; appended to `kept` even if the caller is cancelled then."""
         journal = await self._opened()
         sender = signer.address
         nonce = await self.next_nonce(sender)
@@ -230,6 +242,7 @@ class TransactionQueue:
             raw = signer.sign_transaction(transaction)
             entry = SignedTransaction(bytes(keccak(raw)), sender, nonce, raw, intent)
             journal.add(entry)
+            kept.append(entry)
             return entry
 
         return await self._write(sign_and_keep)
