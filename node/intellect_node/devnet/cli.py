@@ -9,7 +9,12 @@ import typer
 
 from .kinds import CHEAT_KINDS
 
-app = typer.Typer(help="The whole swarm on one machine.", no_args_is_help=True)
+app = typer.Typer(help="The whole swarm on one machine.", no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def _root() -> None:
+    """A callback keeps `up` a command of its own."""
 
 
 @app.command()

@@ -135,6 +135,9 @@ def node_program(layout: Layout, plan: DevnetPlan, name: str, cheat: str | None)
             _listen(plan, name),
             "--stake",
             str(STAKE_TOKENS),
+            "--name",
+            name,
+            "--pause-when-ahead",
         ],
         layout.log(name),
     )
