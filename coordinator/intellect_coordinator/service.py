@@ -12,6 +12,8 @@ the whole process may be killed at any point and started again.
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -82,6 +84,8 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     root_interval_s: float = 10.0
     intake: IntakeLimits = IntakeLimits()
     desk: DeskLimits = DeskLimits()
+    web_host: str = "127.0.0.1"
+    web_port: int | None = None
 
 
 class Coordinator:
@@ -163,6 +167,8 @@ class Coordinator:
             nursery.start_soon(self.slashing.run)
             nursery.start_soon(self.roots.run)
             nursery.start_soon(self._gossip)
+            if self._options.web_port is not None:
+                nursery.start_soon(self._serve_web)
             nursery.start_soon(_repeat, "following the ledger", self._follow_ledger)
             nursery.start_soon(_repeat, "reading the trainer's outcomes", self.take_outcomes)
             nursery.start_soon(_repeat, "writing the status", self._write_status)
@@ -287,6 +293,15 @@ class Coordinator:
 
             await self._store.write(step)
 
+    async def _serve_web(self) -> None:
+        """The web page, in a process of its own that reads the database and ends with this one."""
+        options = self._options
+        arguments = ["--data-dir", str(options.data_dir), "--host", options.web_host]
+        if options.database:
+            arguments += ["--database", options.database]
+        code = await run_child(["web", *arguments, "--port", str(options.web_port), "--until-stdin-closes"])
+        logger.warning("the web page ended with status %d; everything else goes on", code)
+
     async def _write_status(self) -> None:
         content = await self._store.read(snapshot)
         content["head"] = head_of(self._swarm.heads.head)
@@ -300,6 +315,21 @@ class Coordinator:
     def _stake(self, owner: str) -> float:
         book = self.standing.book
         return (book.active(owner) + book.unbonding(owner)) / 1e18
+
+
+async def run_child(arguments: list[str]) -> int:
+    """Run this program as a child whose standard input stays open as long as we live; its exit status."""
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-m", "intellect_coordinator", *arguments], stdin=subprocess.PIPE
+    )
+    try:
+        return await process.wait()
+    finally:
+        process.kill()  # it only reads: there is nothing to finish
+        with trio.CancelScope(shield=True):
+            await process.wait()
+            if process.stdin is not None:
+                await process.stdin.aclose()
 
 
 def _reply(result: msgspec.Struct, body: Path | None = None) -> Reply:

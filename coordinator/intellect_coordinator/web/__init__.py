@@ -1,1 +1,1 @@
-"""web."""
+"""The coordinator's read-only web page: `server.py`, one static page, JSON and Prometheus metrics."""

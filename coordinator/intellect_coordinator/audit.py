@@ -1,0 +1,136 @@
+"""`intellect-coordinator audit`: judge an evidence bundle again, on any machine, and compare the verdicts.
+
+Needs the bundle and the weights of its version, from a folder or from the swarm; no key, no coordinator.
+The weights are checked against the signed manifest in the bundle, so whoever they come from cannot sway
+the result.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from intellect_protocol.checkpoint import verify_folder
+from intellect_protocol.errors import ConfigError, IntellectError, InvalidDataError
+from intellect_protocol.messages import FindingNote
+from intellect_protocol.validation.findings import Outcome, to_notes
+
+from .evidence import MAX_EVIDENCE_BYTES, CheckedEvidence, read_evidence
+from .judging import Judge
+from .reviews import claims_of
+
+if TYPE_CHECKING:
+    from intellect_protocol.engines.supervisor import EngineOptions
+
+
+class AuditReport(msgspec.Struct, frozen=True):
+    """What the audit found beside what the validator had said."""
+
+    evidence_hash: str
+    node: str
+    version: int
+    index: int
+    outcome: str
+    findings: list[FindingNote]
+    said_outcome: str
+    said_findings: list[FindingNote]
+
+    @property
+    def same(self) -> bool:
+        """Whether both verdicts are of one outcome, for the same reasons."""
+        return self.outcome == self.said_outcome and reasons(self.findings) == reasons(self.said_findings)
+
+
+def reasons(notes: list[FindingNote]) -> set[tuple[str, str]]:
+    """(check, code) of the findings that decide; notes and near misses may differ between machines."""
+    return {(note.check, note.code) for note in notes if note.kind in ("fraud", "invalid", "stale")}
+
+
+def read_bundle(path: Path) -> CheckedEvidence:
+    """
+    Raises:
+        ConfigError: the file cannot be read.
+        InvalidDataError: it is not a bundle whose parts fit together.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_EVIDENCE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    return read_evidence(data)
+
+
+class _Folder:
+    """Weights of one version in a folder."""
+
+    def __init__(self, folder: Path, version: int) -> None:
+        self._folder = folder
+        self._version = version
+
+    async def obtain(self, version: int) -> Path:
+        if version != self._version:
+            raise InvalidDataError(f"the folder holds version {self._version}")
+        return self._folder
+
+
+async def audit(
+    checked: CheckedEvidence, weights: Path | None, engine: EngineOptions, data_dir: Path | None = None
+) -> AuditReport:
+    """Judge a bundle again.
+
+    Args:
+        weights: folder with the checkpoint; None fetches it from the swarm.
+        data_dir: where fetched weights go; None: a temporary directory.
+
+    Raises:
+        ManifestError: the folder does not hold the checkpoint of the manifest.
+        UnreachableError: the swarm does not answer or does not have the weights.
+        IntellectError: the engine failed.
+    """
+    async with _weights(checked, weights, data_dir) as folder:
+        await trio.to_thread.run_sync(verify_folder, folder, checked.manifest)
+        evidence = checked.evidence
+        async with Judge(checked.config, _Folder(folder, evidence.version), engine) as judge:
+            judgement = await judge.judge(evidence.file, claims_of(checked), checked.verdict.secret)
+    if judgement.outcome is Outcome.INCONCLUSIVE:
+        raise IntellectError(f"the audit failed on this machine: {judgement.fault}")
+    return AuditReport(
+        evidence_hash=checked.evidence_hash.hex(),
+        node=f"0x{evidence.node.hex()}",
+        version=evidence.version,
+        index=evidence.index,
+        outcome=judgement.outcome.value,
+        findings=to_notes(judgement.findings),
+        said_outcome=checked.verdict.outcome,
+        said_findings=checked.verdict.findings,
+    )
+
+
+@asynccontextmanager
+async def _weights(
+    checked: CheckedEvidence, folder: Path | None, data_dir: Path | None
+) -> AsyncIterator[Path]:
+    if folder is not None:
+        yield folder
+        return
+    from intellect_protocol.keys import PeerKey
+    from intellect_protocol.network.swarm import SwarmOptions, open_swarm
+
+    with tempfile.TemporaryDirectory(prefix="intellect-audit-") as scratch:
+        options = SwarmOptions(
+            role="client",
+            data_dir=data_dir or Path(scratch),
+            config=checked.config,
+            peer_key=PeerKey.create(),
+            signer=None,
+            weights=True,
+        )
+        async with open_swarm(options) as swarm:
+            assert swarm.policies is not None
+            yield await swarm.policies.obtain(checked.evidence.version)
