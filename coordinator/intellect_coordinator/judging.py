@@ -146,7 +146,7 @@ class Judge:
     async def _obtain_tasks(self, version: int) -> Tasks:
         """The run's environments with its tokenizer, which is the same in every checkpoint."""
         if self._tasks is None:
-            from intellect_protocol.environments.prompts import load_tasks
+            from intellect_protocol.environments.tasks import load_tasks
 
             folder = await self._policies.obtain(version)
             self._tasks = await trio.to_thread.run_sync(load_tasks, self._config.terms, folder)

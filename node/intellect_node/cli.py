@@ -111,11 +111,13 @@ def join(
         pause_when_ahead=pause_when_ahead,
         max_units_ahead=max_units_ahead,
     ).value
-    from .daemon import NodeDaemon
     from .prepare import prepared_node
 
     async def work() -> None:
         async with prepared_node(settings, tell) as node:
+            # Not before the keys are known to be right: this import takes a second.
+            from .daemon import NodeDaemon
+
             await NodeDaemon(node).run()
 
     raise typer.Exit(run_until_signal(work))

@@ -89,7 +89,7 @@ class Generator:
             PreflightError, ConfigError: no engine can be run here as asked.
             HistoryError: another answer was signed for a unit.
         """
-        from intellect_protocol.environments.prompts import load_tasks
+        from intellect_protocol.environments.tasks import load_tasks
 
         from intellect_protocol.engines.supervisor import open_engine
 

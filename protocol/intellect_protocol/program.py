@@ -52,7 +52,8 @@ def _report(error: BaseException, name: str, debug: bool) -> int:
         print(f"{name}: interrupted", file=sys.stderr)
         return errors.EXIT_INTERRUPTED
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # what the parser raises
-        print(f"{name}: {error.format_message()} (see --help)", file=sys.stderr)
+        if text := error.format_message():  # empty where help was shown instead
+            print(f"{name}: {text} (see --help)", file=sys.stderr)
         return errors.EXIT_USAGE
     if debug:
         traceback.print_exception(error)
