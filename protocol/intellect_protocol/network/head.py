@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ..run import RunConfig
     from .host import Host
 
-_PEERS_PER_POLL = 3
+_PEERS_PER_POLL = 2
+_UNKNOWN_POLL_S = 2.0
 _MANIFESTS_KEPT = 16
 _RECORDS_KEPT = 1024
 _ASK_S = 3.0
@@ -92,8 +93,9 @@ class HeadTracker:
             async with trio.open_nursery() as nursery:
                 for peer_id in peers[:_PEERS_PER_POLL]:
                     nursery.start_soon(self._ask_head, peer_id)
-            # Quick while nothing is known: a newcomer should not wait for a whole interval.
-            pause_s = self._config.revision.head_poll_s if self.head is not None else 0.5
+            pause_s = self._config.revision.head_poll_s
+            if self.head is None:  # a newcomer should not wait for a whole interval
+                pause_s = min(pause_s, _UNKNOWN_POLL_S)
             await trio.sleep(pause_s * random.uniform(0.75, 1.25))
 
     async def _ask_head(self, peer_id: bytes) -> None:
