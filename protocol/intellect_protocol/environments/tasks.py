@@ -58,8 +58,7 @@ def load_tasks(terms: RunTerms, checkpoint_dir: Path) -> RunTasks:
     """
     prompts = Prompts(checkpoint_dir, chat=terms.model.chat)
     found = sha256((checkpoint_dir / "tokenizer.json").read_bytes()).hex()
-    if found != terms.model.tokenizer_hash:
-        raise ConfigError(
-            f"{checkpoint_dir}: tokenizer.json is {found[:16]}, the run's is {terms.model.tokenizer_hash[:16]}"
-        )
+    wanted = terms.model.tokenizer_hash
+    if found != wanted:
+        raise ConfigError(f"{checkpoint_dir}: tokenizer.json is {found[:16]}, the run's is {wanted[:16]}")
     return RunTasks(terms, prompts)
