@@ -89,9 +89,8 @@ class Generator:
             PreflightError, ConfigError: no engine can be run here as asked.
             HistoryError: another answer was signed for a unit.
         """
-        from intellect_protocol.environments.tasks import load_tasks
-
         from intellect_protocol.engines.supervisor import open_engine
+        from intellect_protocol.environments.tasks import load_tasks
 
         self._state("waiting", "the first policy")
         while (policy := self._follower.ready) is None:
@@ -103,7 +102,7 @@ class Generator:
         async with open_engine(self._engine_options()) as engine:
             node = address_bytes(self._node.identity.node.address)
             builder = self._factory(self._run, node, engine, tasks)
-            await self._generate_with(builder)
+            await self.generate_with(builder)
 
     def _engine_options(self) -> EngineOptions:
         from intellect_protocol.engines.supervisor import EngineOptions
@@ -118,7 +117,8 @@ class Generator:
             stall_s=settings.stall_s,
         )
 
-    async def _generate_with(self, builder: UnitBuilder) -> None:
+    async def generate_with(self, builder: UnitBuilder) -> None:
+        """Make unit after unit with a builder whose engine is open, for ever."""
         loaded: Policy | None = None
         unfit: int | None = None  # version whose weights this engine could not prove
         failures: dict[tuple[int, int], int] = {}

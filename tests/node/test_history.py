@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from intellect_node.entries import REFUSED, SIGNED
 from intellect_node.history import History
-
 from intellect_protocol.errors import HistoryError
 from intellect_protocol.keys import LocalSigner, recover_address, work_digest
 from intellect_protocol.messages import (

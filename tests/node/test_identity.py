@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
+from world import OWNER, PARAMETERS, STAKE, STRANGER, World
+
 from intellect_node.identity import (
     Identity,
     is_running,
@@ -13,8 +15,6 @@ from intellect_node.identity import (
     read_password,
     register,
 )
-from world import OWNER, PARAMETERS, STAKE, STRANGER, World
-
 from intellect_protocol.errors import BindingError, PreflightError, SlashedError, UsageError, WalletError
 from intellect_protocol.keys import LocalSigner, PeerKey, write_keystore
 

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.lowlevel
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trio.testing import MockClock
+
 from intellect_node.config import NodeConfig
 from intellect_node.entries import REFUSED, SIGNED, Entry
 from intellect_node.history import History
 from intellect_node.outbox import Outbox, Verdicts
-from trio.testing import MockClock
-
 from intellect_protocol.errors import (
     DeadlineError,
     RefusedError,
@@ -31,8 +32,8 @@ from intellect_protocol.messages import (
     Precommit,
     PrecommitResult,
     Receipt,
-    Submit,
     SubmissionState,
+    Submit,
     TrainingState,
     WorkStatus,
 )
@@ -136,7 +137,7 @@ async def fail_once(history: History, call, now_ms: int = 0) -> Entry:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(make_outbox(history, call, lambda: now_ms).run)
         while (entry := history.entry(first.version, first.index)).attempts == first.attempts:
-            await trio.sleep(0)
+            await trio.lowlevel.checkpoint()
         nursery.cancel_scope.cancel()
     return entry
 
