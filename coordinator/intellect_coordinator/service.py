@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import trio
@@ -52,19 +52,19 @@ from .blobs import BlobStore
 from .intake import Intake, IntakeLimits, now_ms
 from .job_desk import DeskLimits, JobDesk
 from .jobs import Bell
+from .outcomes import take_outcomes
 from .presence import Presence
 from .roots import Roots
 from .slashing import Slashing
 from .standing import Standing
 from .status import head_of, snapshot, write_status
-from .store import Store, cursor_value, set_cursor
+from .store import Store
 
 if TYPE_CHECKING:
     from intellect_protocol.network.rpc_server import Call, Reply
     from intellect_protocol.network.swarm import Swarm
 
 _POLL_S = 1.0
-_OUTCOMES = "outcomes"
 _MAX_NOTICES = 256
 _STARTUP_CHAIN_S = 120.0
 
@@ -170,7 +170,7 @@ class Coordinator:
             if self._options.web_port is not None:
                 nursery.start_soon(self._serve_web)
             nursery.start_soon(_repeat, "following the ledger", self._follow_ledger)
-            nursery.start_soon(_repeat, "reading the trainer's outcomes", self.take_outcomes)
+            nursery.start_soon(_repeat, "reading the trainer's outcomes", self._take_outcomes)
             nursery.start_soon(_repeat, "writing the status", self._write_status)
 
     # --- nodes -----------------------------------------------------------------------------------
@@ -275,23 +275,8 @@ class Coordinator:
     async def _follow_ledger(self) -> None:
         await self.standing.sync()
 
-    async def take_outcomes(self) -> None:
-        """Take in what the trainer wrote since the last time."""
-        after = await self._store.read(partial(cursor_value, name=_OUTCOMES))
-
-        def pending() -> list[tuple[int, dict[bytes, Any]]]:
-            return list(self.batches.outcomes(-1 if after is None else after))
-
-        for version, outcome in await trio.to_thread.run_sync(pending):
-
-            def step(
-                connection: Connection, version: int = version, outcome: dict[bytes, Any] = outcome
-            ) -> None:
-                for digest, state in outcome.items():
-                    submissions.set_training(connection, digest, state, now_ms())
-                set_cursor(connection, _OUTCOMES, version)
-
-            await self._store.write(step)
+    async def _take_outcomes(self) -> None:
+        await take_outcomes(self._store, self.batches, now_ms())
 
     async def _serve_web(self) -> None:
         """The web page, in a process of its own that reads the database and ends with this one."""
