@@ -150,8 +150,10 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def signed(self, signer: Signer) -> RunConfig:
         """The same configuration with the revision signed by the coordinator's key."""
-        signature = signer.sign_digest(revision_digest(self.run_id, encode(self.revision)))
-        return msgspec.structs.replace(self, signature=signature.hex())
+        # An int where a float belongs (`Limit(16, 28)`) would be encoded as an int, read back as a float.
+        plain = msgspec.convert(msgspec.to_builtins(self), RunConfig)
+        signature = signer.sign_digest(revision_digest(plain.run_id, encode(plain.revision)))
+        return msgspec.structs.replace(plain, signature=signature.hex())
 
     def check(self) -> None:
         """Check values against each other and the revision's signature.
