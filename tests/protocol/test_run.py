@@ -4,12 +4,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from example_run import PUBLISHER, example_run
+from example_run import COORDINATOR, PUBLISHER, example_run
 from hypothesis import given
 from hypothesis import strategies as st
 
 from intellect_protocol.errors import ConfigError
-from intellect_protocol.run import load_run_config, parse_run_config, run_id
+from intellect_protocol.run import RunConfig, load_run_config, parse_run_config, run_id
 
 
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
@@ -71,3 +71,14 @@ def test_a_missing_or_huge_file_is_a_configuration_error(tmp_path: Path) -> None
     huge.write_bytes(b"#" * 300_000)
     with pytest.raises(ConfigError, match="larger"):
         load_run_config(huge)
+
+
+def test_whole_numbers_in_float_fields_survive_the_file() -> None:
+    config = example_run()
+    revision = msgspec.structs.replace(config.revision, head_poll_s=5)
+    terms = msgspec.structs.replace(
+        config.terms, sampling=msgspec.structs.replace(config.terms.sampling, temperature=1)
+    )
+    written = RunConfig(terms, revision).signed(COORDINATOR)
+    read = parse_run_config(written.to_toml().encode())
+    assert read.run_id == written.run_id == config.run_id
