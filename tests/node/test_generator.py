@@ -168,7 +168,7 @@ class Node:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         with trio.fail_after(30):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - what is waited for is in a database, not an event
                 await trio.sleep(0.002)
 
     async def paused(self, for_what: str) -> None:

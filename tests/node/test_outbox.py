@@ -61,7 +61,7 @@ class Coordinator:
         fault = self.faults.pop(0) if self.faults else None
         if isinstance(fault, Exception):
             raise fault
-        answer = self._answer(message, None if body is None else Path(body).read_bytes())
+        answer = self._answer(message, body)
         if fault == "answer lost":
             raise DeadlineError("no answer")
         if fault == "forged receipt" and isinstance(answer, Receipt):
@@ -71,7 +71,7 @@ class Coordinator:
             answer = self._receipt(other, COORDINATOR)
         return answer, b""
 
-    def _answer(self, message, body):
+    def _answer(self, message, path: Path | None):
         if isinstance(message, Precommit):
             if (message.version, message.index) in self.stored:
                 raise RefusedError("already_submitted", "submitted already")
@@ -83,6 +83,7 @@ class Coordinator:
             cursor = message.cursor + len(page)
             return GetVerdictsResult(page, cursor, cursor < len(self.statuses))
         assert isinstance(message, Submit)
+        body = path.read_bytes()
         assert sha256(body) == message.file_hash
         stored = self.stored.setdefault((message.version, message.index), body)
         if stored != body:

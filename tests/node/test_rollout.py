@@ -1,6 +1,6 @@
 """Units as a node builds them: the same from the same seed, and right by every check of a validator."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -68,8 +68,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def engine(folders: tuple[Path, Path]) -> Iterator[TorchEngine]:
-    yield load(folders[0])
+def engine(folders: tuple[Path, Path]) -> TorchEngine:
+    return load(folders[0])
 
 
 @pytest.fixture
