@@ -3,11 +3,14 @@
 `intellect-coordinator calibrate` measures a model's honest spread and replaces these. The defaults stand
 between what honest runs and what cheats measured:
 
-- bf16, SmolLM2-135M: honest chunks had at most 12 exponent mismatches and a mantissa mean of at most 2.0
-  (once 3.07), int4 weights 32 and 17.8 at the median, a dropped layer 100 and 42; no honest distance above
-  0.033.
-- fp32 on both sides: honest states agree exactly or to the last bf16 bit, honest distances are about 1e-6.
-  The limits leave room for other batch shapes, thread counts and instruction sets.
+- bf16, SmolLM2-135M, bf16 and fp32 validators: honest chunks had at most 12 exponent mismatches and a
+  mantissa mean of at most 3.1 with a median near 1.5; int8 weights had 3.2 at the median, int4 weights 32
+  to 51 mismatches and 18 to 23, a dropped layer 100 and 42. One honest token in 2,000 was farther than 0.05
+  from its draw, none farther than 0.12; at temperature 0.9 four in a hundred were. Honest groups had mean
+  distances up to 0.004.
+- fp32 on both sides: honest states agreed exactly and honest distances stayed below 1e-4, int8 weights had a
+  mantissa mean of 2.6 and distances up to 0.1. The limits leave room for other batch shapes, thread counts
+  and instruction sets.
 
 A value near the honest range is suspect and is judged again by somebody else; fraud begins where no honest
 run has come near.
@@ -28,12 +31,12 @@ LIMITS_BF16 = Thresholds(
     negative_share=Limit(suspect=0.25, fraud=0.5),
     far_share_row=Limit(suspect=0.03, fraud=0.1),
     far_share_group=Limit(suspect=0.01, fraud=0.03),
-    mean_distance_row=Limit(suspect=0.006, fraud=0.02),
-    mean_distance_group=Limit(suspect=0.004, fraud=0.01),
-    max_distance=Limit(suspect=0.08, fraud=0.15),
+    mean_distance_row=Limit(suspect=0.01, fraud=0.025),
+    mean_distance_group=Limit(suspect=0.006, fraud=0.015),
+    max_distance=Limit(suspect=0.15, fraud=0.35),
     inexact_share_group=Limit(suspect=0.4, fraud=0.6),
-    logprob_drift_row=Limit(suspect=0.2, fraud=0.2),
-    mantissa_mean_unit=Limit(suspect=2.1, fraud=4.0),
+    logprob_drift_row=Limit(suspect=0.15, fraud=0.15),
+    mantissa_mean_unit=Limit(suspect=2.1, fraud=2.8),
 )
 
 LIMITS_FP32 = Thresholds(

@@ -4,8 +4,9 @@ Each position has a *distance*: how far its uniform lies from the interval of it
 Honest noise gives many tiny distances, a cheat a few large ones, so there are three kinds of limits:
 
 - one on every single distance, however short the row or confident the position;
-- one on the share of distances above `far_distance`, per row and per group. One far token alone is left to
-  the first limit: among the ten tokens of a short row it would be a share of a tenth;
+- one on the share of distances above `far_distance`, per row and per group. Shares of a few tokens mean
+  little (one far token is a tenth of a row of ten): it takes two far tokens to be suspect and four to be
+  fraud;
 - one on the mean distance, per row and per group, and on the share of tokens that differ from the validator's
   own draw, per group. Both look only at informative positions (top probability at most 0.99), and abstain
   where there are fewer than `min_informative` of them.
@@ -23,7 +24,8 @@ from ..run import Limit, Thresholds
 from .findings import Check, Finding
 from .limits import grade
 
-MIN_FAR_TOKENS = 2
+SUSPECT_FAR_TOKENS = 2
+FRAUD_FAR_TOKENS = 4
 
 
 class _Positions:
@@ -40,7 +42,7 @@ class _Positions:
 
     @property
     def far_share(self) -> float:
-        return self.far / len(self.distances) if self.far >= MIN_FAR_TOKENS else 0.0
+        return self.far / len(self.distances)
 
     @property
     def mean_distance(self) -> float:
@@ -89,6 +91,10 @@ def _shares(
     name: str, row: int | None, positions: _Positions, far: Limit, mean: Limit, scope: str
 ) -> list[Finding]:
     far_text = f"{name}: share of tokens far from what the seeds draw"
+    if positions.far < SUSPECT_FAR_TOKENS:
+        far = Limit(1.0, 1.0)
+    elif positions.far < FRAUD_FAR_TOKENS:
+        far = Limit(far.suspect, 1.0)
     mean_text = f"{name}: mean distance from what the seeds draw"
     return [
         *_graded(f"sampling_far_{scope}", far_text, row, positions.far_share, far),
