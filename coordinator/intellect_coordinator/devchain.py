@@ -27,13 +27,8 @@ from intellect_protocol.errors import ConfigError, IntellectError, PreflightErro
 from intellect_protocol.keys import address_bytes, checksum_address
 from intellect_protocol.ledger.devkeys import DEVELOPMENT_MNEMONIC
 
-from .devchain_evm import (
-    BLOCK_GAS_LIMIT,
-    DevelopmentChain,
-    RefusedTransaction,
-    Reverted,
-    request_of,
-)
+from .devchain_evm import BLOCK_GAS_LIMIT, DevelopmentChain, RefusedTransaction, Reverted
+from .devchain_json import request_of
 from .devchain_store import ChainStore
 
 HOST = "127.0.0.1"

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from eth.abc import BlockHeaderAPI, ReceiptAPI
+from eth.abc import BlockHeaderAPI
 from eth.chains.base import MiningChain
 from eth.constants import CREATE_CONTRACT_ADDRESS, ZERO_ADDRESS
 from eth.exceptions import Revert, VMError
@@ -20,9 +20,9 @@ from eth.vm.forks import PragueVM
 from eth.vm.spoof import SpoofTransaction
 from eth_utils.exceptions import ValidationError
 
-from intellect_protocol.keys import address_bytes, checksum_address
 from intellect_protocol.ledger.devkeys import DEVELOPMENT_ACCOUNTS, development_signer
 
+from .devchain_json import block_json, pairs_json
 from .devchain_store import ChainStore
 
 BLOCK_GAS_LIMIT = 16_000_000
@@ -93,7 +93,7 @@ class DevelopmentChain:
         chain = kind.from_genesis(self._store, genesis, dict.fromkeys(accounts, account))
         self._store.set_meta("format", "1")
         self._store.set_meta("chain_id", str(self.chain_id))
-        self._store.add_block(_block_json(chain.get_canonical_block_by_number(0), []), [])
+        self._store.add_block(block_json(chain.get_canonical_block_by_number(0), []), [])
         self._store.commit()
         return chain
 
@@ -130,7 +130,7 @@ class DevelopmentChain:
             sender = transaction.sender
         except Exception as error:  # every codec below raises its own kind
             raise RefusedTransaction(f"not a signed transaction: {type(error).__name__}") from error
-        hash_ = _hex(transaction.hash)
+        hash_ = "0x" + transaction.hash.hex()
         if self._store.transaction(hash_) is not None:
             raise RefusedTransaction("already known")
         if transaction.chain_id != self.chain_id:
@@ -166,8 +166,8 @@ class DevelopmentChain:
             )
             block = vm.mine_block(filled).block
             chain.persist_block(block, perform_validation=False)
-            pairs = _pairs_json(block, receipts, computations)
-            self._store.add_block(_block_json(block, [body["hash"] for body, _ in pairs]), pairs)
+            pairs = pairs_json(block, receipts, computations)
+            self._store.add_block(block_json(block, [body["hash"] for body, _ in pairs]), pairs)
         except BaseException:
             self._store.rollback()
             raise
@@ -260,137 +260,3 @@ class DevelopmentChain:
             reason = "execution reverted" if isinstance(computation.error, Revert) else str(computation.error)
             raise Reverted(reason, data)
         return computation
-
-
-def _hex(value: bytes | int) -> str:
-    return hex(value) if isinstance(value, int) else "0x" + value.hex()
-
-
-def _pairs_json(
-    block: Any, receipts: tuple[ReceiptAPI, ...], computations: tuple[Any, ...]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(transaction, receipt) of each transaction of a block, as JSON-RPC has them."""
-    pairs = []
-    log_index = 0
-    cumulative = 0
-    for position, (transaction, receipt, computation) in enumerate(
-        zip(block.transactions, receipts, computations, strict=True)
-    ):
-        where = {
-            "blockHash": _hex(block.hash),
-            "blockNumber": _hex(block.number),
-            "transactionIndex": _hex(position),
-        }
-        created = computation.msg.is_create and not computation.is_error
-        # Legacy transactions have one price; typed ones answer the same fields from their fee caps.
-        price = min(
-            transaction.max_fee_per_gas,
-            block.header.base_fee_per_gas + transaction.max_priority_fee_per_gas,
-        )
-        receiver = None if transaction.to == CREATE_CONTRACT_ADDRESS else checksum_address(transaction.to)
-        kind = transaction.type_id or 0
-        body: dict[str, Any] = {
-            "hash": _hex(transaction.hash),
-            "type": _hex(kind),
-            "chainId": _hex(transaction.chain_id),
-            "nonce": _hex(transaction.nonce),
-            "from": checksum_address(transaction.sender),
-            "to": receiver,
-            "value": _hex(transaction.value),
-            "gas": _hex(transaction.gas),
-            "gasPrice": _hex(price),
-            "input": _hex(transaction.data),
-            "r": _hex(transaction.r),
-            "s": _hex(transaction.s),
-            "v": _hex(transaction.y_parity if kind else transaction.v),
-            **where,
-        }
-        if kind == 2:
-            body["maxFeePerGas"] = _hex(transaction.max_fee_per_gas)
-            body["maxPriorityFeePerGas"] = _hex(transaction.max_priority_fee_per_gas)
-            body["yParity"] = _hex(transaction.y_parity)
-            body["accessList"] = []
-        logs = []
-        for log in receipt.logs:
-            logs.append(
-                {
-                    "address": checksum_address(log.address),
-                    "topics": [_hex(topic.to_bytes(32, "big")) for topic in log.topics],
-                    "data": _hex(log.data),
-                    "logIndex": _hex(log_index),
-                    "transactionHash": body["hash"],
-                    "removed": False,
-                    **where,
-                }
-            )
-            log_index += 1
-        pairs.append(
-            (
-                body,
-                {
-                    "transactionHash": body["hash"],
-                    "type": body["type"],
-                    "from": body["from"],
-                    "to": receiver,
-                    "contractAddress": checksum_address(computation.msg.storage_address) if created else None,
-                    "status": _hex(0 if computation.is_error else 1),
-                    "gasUsed": _hex(receipt.gas_used - cumulative),
-                    "cumulativeGasUsed": _hex(receipt.gas_used),
-                    "effectiveGasPrice": _hex(price),
-                    "logs": logs,
-                    "logsBloom": _hex(receipt.bloom.to_bytes(256, "big")),
-                    **where,
-                },
-            )
-        )
-        cumulative = receipt.gas_used
-    return pairs
-
-
-def _block_json(block: Any, transaction_hashes: list[str]) -> dict[str, Any]:
-    header = block.header
-    return {
-        "number": _hex(header.block_number),
-        "hash": _hex(header.hash),
-        "parentHash": _hex(header.parent_hash),
-        "nonce": _hex(header.nonce),
-        "mixHash": _hex(header.mix_hash),
-        "sha3Uncles": _hex(header.uncles_hash),
-        "logsBloom": _hex(header.bloom.to_bytes(256, "big")),
-        "transactionsRoot": _hex(header.transaction_root),
-        "stateRoot": _hex(header.state_root),
-        "receiptsRoot": _hex(header.receipt_root),
-        "miner": checksum_address(header.coinbase),
-        "difficulty": "0x0",
-        "totalDifficulty": "0x0",
-        "extraData": _hex(header.extra_data),
-        "size": "0x0",
-        "gasLimit": _hex(header.gas_limit),
-        "gasUsed": _hex(header.gas_used),
-        "timestamp": _hex(header.timestamp),
-        "baseFeePerGas": _hex(header.base_fee_per_gas),
-        "uncles": [],
-        "withdrawals": [],
-        "transactions": transaction_hashes,
-    }
-
-
-def request_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """A call or estimate request of JSON-RPC, with bytes and integers; unknown fields do not matter.
-
-    Raises:
-        ValueError: a field is malformed.
-    """
-    sender, receiver = fields.get("from"), fields.get("to")
-    data = fields.get("input", fields.get("data")) or "0x"
-    value = int(fields.get("value") or "0x0", 16)
-    gas = int(fields["gas"], 16) if fields.get("gas") else None
-    if not 0 <= value < 1 << 256 or (gas is not None and gas < 0):
-        raise ValueError("value or gas out of range")
-    return {
-        "from": address_bytes(sender) if sender else ZERO_ADDRESS,
-        "to": address_bytes(receiver) if receiver else None,
-        "data": bytes.fromhex(data.removeprefix("0x")),
-        "value": value,
-        "gas": gas,
-    }

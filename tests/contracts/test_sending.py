@@ -17,8 +17,9 @@ from world import DEPLOYER, OWNER, PUBLISHER, RUN, STRANGER, World, refused
 from intellect_protocol.errors import DeadlineError, LedgerError, UnreachableError, UsageError
 from intellect_protocol.keys import LocalSigner
 from intellect_protocol.ledger.chain import Chain
+from intellect_protocol.ledger.fees import FeePolicy
 from intellect_protocol.ledger.journal import TransactionJournal, TransactionState
-from intellect_protocol.ledger.sending import FeePolicy, TransactionQueue
+from intellect_protocol.ledger.sending import TransactionQueue
 
 RECEIVER = "0x00000000000000000000000000000000000000A1"
 

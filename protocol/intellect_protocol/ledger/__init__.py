@@ -9,7 +9,11 @@ Reading map:
     merkle.py       the tree over the work of one version
     rpc.py          JSON-RPC with time-outs and fail-over
     reverts.py      one error for every way a chain says no
-    sending.py      transactions that are sent exactly once
-    client.py       `Ledger`, all of it from trio
+    fees.py         what a transaction may cost
+    journal.py      signed transactions on disk until they are mined
+    sending.py      transactions that are mined exactly once
+    chain.py        one chain behind web3, blocking
+    reading.py      `LedgerReader`: views and events from trio
+    client.py       `Ledger`: reading and writing from trio
     devkeys.py      the public keys of development chains
 """

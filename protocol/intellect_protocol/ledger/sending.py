@@ -22,28 +22,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import trio
 
 from ..errors import DeadlineError, LedgerError, UnreachableError, UsageError
 from ..keys import Signer, address_bytes, checksum_address
 from .artefacts import artefacts
 from .chain import Chain, translated
+from .fees import FeePolicy, quoted
 from .journal import SignedTransaction, TransactionJournal, TransactionState
 from .records import Receipt
 
 T = TypeVar("T")
 
-GWEI = 10**9
 # Polls in a row in which the nonce is used up and no receipt shows, before a transaction counts as lost.
 _LOST_AFTER_POLLS = 6
-
-
-class FeePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """EIP-1559 fees: twice the base fee plus a tip, and never above the cap (wei per gas)."""
-
-    max_fee_per_gas: int = 500 * GWEI
-    max_priority_fee_per_gas: int = 2 * GWEI
 
 
 class TransactionQueue:
@@ -213,17 +205,7 @@ class TransactionQueue:
         request: dict[str, Any] = {"from": sender, "data": data, "value": value}
         if to is not None:
             request["to"] = to
-        gas, max_fee, tip, balance = await self._ask(lambda: self._quote(request))
-        if max_fee > self._fees.max_fee_per_gas:
-            raise UnreachableError(
-                f"the chain asks {max_fee / GWEI:.1f} gwei per gas, over the cap of"
-                f" {self._fees.max_fee_per_gas / GWEI:.1f}"
-            )
-        if balance < value + gas * max_fee:
-            raise LedgerError(
-                f"{sender} has {balance} wei and needs {value + gas * max_fee} for this transaction",
-                "InsufficientFunds",
-            )
+        quote = await self._ask(lambda: quoted(self._chain, request, self._fees))
         transaction = {
             "type": 2,
             "chainId": await self.chain_id(),
@@ -231,9 +213,9 @@ class TransactionQueue:
             "to": to or "",
             "data": data,
             "value": value,
-            "gas": gas,
-            "maxFeePerGas": max_fee,
-            "maxPriorityFeePerGas": tip,
+            "gas": quote.gas,
+            "maxFeePerGas": quote.max_fee_per_gas,
+            "maxPriorityFeePerGas": quote.max_priority_fee_per_gas,
         }
 
         def sign_and_keep() -> SignedTransaction:
@@ -246,15 +228,6 @@ class TransactionQueue:
             return entry
 
         return await self._write(sign_and_keep)
-
-    def _quote(self, request: dict[str, Any]) -> tuple[int, int, int, int]:
-        """Gas limit, fee cap and tip (wei per gas), and the sender's balance. Blocks."""
-        eth = self._chain.web3.eth
-        with translated():
-            gas = int(eth.estimate_gas(request)) * 5 // 4
-            tip = min(int(eth.max_priority_fee), self._fees.max_priority_fee_per_gas)
-            base_fee = int(eth.get_block("latest").get("baseFeePerGas", 0))
-            return gas, 2 * base_fee + tip, tip, int(eth.get_balance(request["from"]))
 
     def _transaction_count(self, sender: str, tag: str) -> int:
         with translated():
