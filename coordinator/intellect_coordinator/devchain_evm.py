@@ -130,7 +130,7 @@ class DevelopmentChain:
             sender = transaction.sender
         except Exception as error:  # every codec below raises its own kind
             raise RefusedTransaction(f"not a signed transaction: {type(error).__name__}") from error
-        hash_ = "0x" + transaction.hash.hex()
+        hash_ = "0x" + bytes(transaction.hash).hex()
         if self._store.transaction(hash_) is not None:
             raise RefusedTransaction("already known")
         if transaction.chain_id != self.chain_id:
