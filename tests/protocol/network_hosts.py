@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from network_peer import RUN_ID
+from network_peer import PATIENT, RUN_ID
 
 from intellect_protocol.keys import PeerKey
 from intellect_protocol.network.host import Host, HostOptions, open_host
+from intellect_protocol.network.limits import Timeouts
 
 CHAIN_ID = 31337
 REGISTRY = "0x" + "22" * 20
@@ -26,12 +27,13 @@ def loopback_host(
         "run_id": RUN_ID,
         "chain_id": CHAIN_ID,
         "registry": REGISTRY,
+        "timeouts": Timeouts(**PATIENT),
         **options,
     }
     return open_host(HostOptions(peer_key=peer_key or PeerKey.create(), data_dir=data_dir, **values))
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], *, deadline_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], *, deadline_s: float = 60.0) -> None:
     """Poll until `condition` holds.
 
     Raises:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import trio
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
 from network_hosts import loopback_host, until
-from network_peer import Echo, EchoResult
+from network_peer import PATIENT, Echo, EchoResult
 
 from intellect_protocol.errors import (
     DeadlineError,
@@ -21,6 +23,7 @@ from intellect_protocol.errors import (
     WireError,
 )
 from intellect_protocol.keys import PeerKey
+from intellect_protocol.network import compat
 from intellect_protocol.network.addresses import parse_address
 from intellect_protocol.network.host import Host
 from intellect_protocol.network.limits import Limits, Timeouts
@@ -35,7 +38,7 @@ async def _still_serves(server: Host, tmp_path: Path) -> None:
     """A newcomer is served."""
     folder = tmp_path / secrets.token_hex(4)
     async with loopback_host(folder, bootstrap=server.addresses()) as newcomer:
-        result, _ = await newcomer.client.call(server.peer_id, Echo("there?"), EchoResult)
+        result, _ = await newcomer.client.call(server.peer_id, Echo("there?"), EchoResult, deadline_s=60)
         assert result.text == "there?"
 
 
@@ -61,7 +64,7 @@ async def test_garbage_on_every_protocol_leaves_the_host_serving(tmp_path: Path)
             async with loopback_host(tmp_path / "fuzzer", bootstrap=server.addresses()) as fuzzer:
                 for piece in pieces:
                     with suppress(UnreachableError, WireError, DeadlineError, RefusedError):
-                        stream = await fuzzer.open_stream(server.peer_id, protocol, 5)
+                        stream = await fuzzer.open_stream(server.peer_id, protocol, 60)
                         await stream.write(piece)
                         await stream.close()
                         await stream.read_some(timeout_s=0.2)
@@ -75,19 +78,21 @@ async def test_garbage_on_every_protocol_leaves_the_host_serving(tmp_path: Path)
 
 async def test_300_connections_one_after_another_are_all_served(tmp_path: Path) -> None:
     """The library stops accepting after 250 in all."""
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(loopback_host(tmp_path / "server"))
+    async with loopback_host(tmp_path / "server") as server:
         server.server.register(Echo, _echo)
-        clients = [await stack.enter_async_context(loopback_host(tmp_path / f"client{i}")) for i in range(20)]
+        peer_id = ID(server.peer_id)
+        address = [Multiaddr(server.addresses()[0].partition("/p2p/")[0])]
 
-        async def reconnect(client: Host) -> None:
-            for _ in range(15):
-                await client.connect(server.addresses()[0])
-                await client.disconnect(server.peer_id, "again", pause=False)
+        async def reconnect() -> None:
+            swarm, client = compat.build(PeerKey.create(), Limits(), Timeouts(**PATIENT), [])
+            async with client.run([]):
+                for _ in range(15):
+                    (connection,) = await swarm.dial_addresses(peer_id, address, 60.0)
+                    await connection.close()
 
         async with trio.open_nursery() as nursery:
-            for client in clients:
-                nursery.start_soon(reconnect, client)
+            for _ in range(20):
+                nursery.start_soon(reconnect)
         await until(lambda: len(server.table) == 0)
         await _still_serves(server, tmp_path)
 
@@ -95,7 +100,7 @@ async def test_300_connections_one_after_another_are_all_served(tmp_path: Path) 
 async def test_260_idle_sockets_of_one_address_do_not_keep_newcomers_out(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(
-            loopback_host(tmp_path / "server", timeouts=Timeouts(upgrade_s=3600.0))
+            loopback_host(tmp_path / "server", timeouts=Timeouts(**{**PATIENT, "upgrade_s": 3600.0}))
         )
         server.server.register(Echo, _echo)
         for _ in range(260):
@@ -160,7 +165,7 @@ async def test_a_peer_that_fills_our_buffers_is_disconnected(tmp_path: Path) -> 
 
         async def flood() -> None:
             with suppress(UnreachableError, DeadlineError):
-                stream = await flooder.open_stream(server.peer_id, "/test/1", 5)
+                stream = await flooder.open_stream(server.peer_id, "/test/1", 60)
                 await stream.write(b"x" * (256 << 10))
 
         async with trio.open_nursery() as nursery:
@@ -187,7 +192,7 @@ async def test_streams_beyond_the_limit_are_reset(tmp_path: Path) -> None:
         refused = 0
         for _ in range(20):
             try:
-                await client.open_stream(server.peer_id, "/test/1", 5)
+                await client.open_stream(server.peer_id, "/test/1", 60)
             except UnreachableError:
                 refused += 1
         assert refused >= 4
@@ -235,17 +240,18 @@ async def test_a_host_under_load_closes_within_five_seconds(tmp_path: Path) -> N
             await stop.wait()
         closed.set()
 
-    async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
+    async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(loopback_host(tmp_path / f"{i}")) for i in range(8)]
-        server = await nursery.start(serve)
-        for client in clients:
-            await client.connect(server.addresses()[0])
-            nursery.start_soon(busy, client, server.peer_id)
-        await until(lambda: len(server.table) == 8 and all(peer.greeted for peer in server.table))
-        stop.set()
-        with trio.fail_after(5):
-            await closed.wait()
-        nursery.cancel_scope.cancel()
+        async with trio.open_nursery() as nursery:
+            server = await nursery.start(serve)
+            for client in clients:
+                await client.connect(server.addresses()[0])
+                nursery.start_soon(busy, client, server.peer_id)
+            await until(lambda: len(server.table) == 8 and all(peer.greeted for peer in server.table))
+            stop.set()
+            with trio.fail_after(5):
+                await closed.wait()
+            nursery.cancel_scope.cancel()
 
 
 async def test_an_error_in_the_block_comes_out_as_itself(tmp_path: Path) -> None:
@@ -318,7 +324,7 @@ async def test_a_silent_bootstrap_that_answers_late_still_works(tmp_path: Path) 
             release.set()
 
         nursery.start_soon(let_go)
-        timeouts = Timeouts(dial_s=0.1, upgrade_s=0.1, bootstrap_dial_s=30.0, bootstrap_attempts=1)
+        timeouts = Timeouts(dial_s=0.1, upgrade_s=0.1, bootstrap_dial_s=60.0, bootstrap_attempts=1)
         async with loopback_host(tmp_path / "a", bootstrap=[address], timeouts=timeouts) as a:
             assert a.is_connected(boot.peer_id)
         nursery.cancel_scope.cancel()

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import trio
 from network_hosts import CHAIN_ID, REGISTRY, loopback_host, until
-from network_peer import RUN_ID, Echo, EchoResult
+from network_peer import PATIENT, RUN_ID, Echo, EchoResult
 
 from intellect_protocol.errors import (
     DeadlineError,
@@ -49,21 +49,25 @@ async def _act(call: Call[Act]) -> Reply:
 @asynccontextmanager
 async def _pair(tmp_path: Path, *, limits: Limits | None = None, timeouts: Timeouts | None = None):
     """(server, client), connected, the client's peer id known as `client.peer_id`."""
-    server_options = {"limits": limits or Limits(), "timeouts": timeouts or Timeouts()}
-    async with loopback_host(tmp_path / "server", **server_options) as server:
+    async with (
+        loopback_host(
+            tmp_path / "server", limits=limits or Limits(), timeouts=timeouts or Timeouts(**PATIENT)
+        ) as server,
+        loopback_host(tmp_path / "client") as client,
+    ):
         server.server.register(Echo, _echo, max_body_bytes=32 << 20)
         server.server.register(Act, _act, signed=True, access="public")
-        async with loopback_host(tmp_path / "client", bootstrap=server.addresses()) as client:
-            yield server, client
+        await client.connect(server.addresses()[0])
+        yield server, client
 
 
 async def _raw(client: Host, server: Host, request: bytes | Request, body: bytes = b"") -> Response:
     """Send bytes of our choice where a request is expected."""
-    stream = await client.open_stream(server.peer_id, RPC_PROTOCOL_ID, 5)
+    stream = await client.open_stream(server.peer_id, RPC_PROTOCOL_ID, 60)
     try:
         await stream.write_frame(request if isinstance(request, bytes) else encode(request))
         await stream.write(body)
-        return decode(await stream.read_frame(), Response)
+        return decode(await stream.read_frame(timeout_s=60), Response)
     finally:
         await stream.reset()
 
@@ -224,15 +228,15 @@ async def test_handlers_refuse_fail_and_demand_upgrades_without_ending_the_host(
 
 
 async def test_a_peer_that_stalls_in_its_body_is_cut_off(tmp_path: Path) -> None:
-    timeouts = Timeouts(progress_s=0.3, request_s=0.3)
+    timeouts = Timeouts(**{**PATIENT, "progress_s": 0.3, "request_s": 0.3})
     async with _pair(tmp_path, timeouts=timeouts) as (server, client):
-        stream = await client.open_stream(server.peer_id, RPC_PROTOCOL_ID, 5)
+        stream = await client.open_stream(server.peer_id, RPC_PROTOCOL_ID, 60)
         request = Request("Echo", encode(Echo("")), None, 1000, b"\x00" * 32)
         await stream.write_frame(encode(request))
         await stream.write(b"x")
         with pytest.raises((UnreachableError, WireError)):
             await stream.read_exactly(1)
-        silent = await client.open_stream(server.peer_id, RPC_PROTOCOL_ID, 5)
+        silent = await client.open_stream(server.peer_id, RPC_PROTOCOL_ID, 60)
         with pytest.raises((UnreachableError, WireError)):
             await silent.read_exactly(1)
         await client.client.call(server.peer_id, Echo(""), EchoResult)

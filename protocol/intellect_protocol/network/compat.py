@@ -121,6 +121,8 @@ class BoundedYamux(Yamux):  # type: ignore[misc]
                 await super().start()
                 nursery.cancel_scope.cancel()
         finally:
+            with trio.CancelScope(shield=True):  # closing a socket does not wait
+                await self.secured_conn.close()
             self.event_closed.set()
 
     async def _write_frame(self, data: bytes) -> None:

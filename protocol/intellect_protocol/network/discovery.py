@@ -152,6 +152,7 @@ class Discovery:
 
     async def ping_peers(self) -> None:
         """Ping every connected peer; one that misses two in a row is disconnected."""
+        self._host.forget_gone()
         async with trio.open_nursery() as nursery:
             for peer in self._host.table:
                 nursery.start_soon(self._ping, peer.peer_id)

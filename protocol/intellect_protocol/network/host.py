@@ -250,6 +250,8 @@ class Host(INotifee):  # type: ignore[misc]
             self.spawn(self.disconnect_barred, peer_id, "came back too early")
             return
         self.swarm.unblock_peer(peer)
+        if conn.is_closed:
+            return  # gone already, and `disconnected` may have been told before
         self.table.joined(peer_id, inbound=not conn.muxed_conn.is_initiator)
         if len(self.table) > self.limits.connections:
             spare = self.table.least_useful(exempt=peer_id)
@@ -261,6 +263,12 @@ class Host(INotifee):  # type: ignore[misc]
         peer_id = conn.muxed_conn.peer_id.to_bytes()
         if not self.is_connected(peer_id):
             self.table.left(peer_id)
+
+    def forget_gone(self) -> None:
+        """Drop entries of peers without a connection that nobody reported as closed."""
+        for peer in self.table:
+            if not self.is_connected(peer.peer_id):
+                self.table.left(peer.peer_id)
 
     async def opened_stream(self, network: Any, stream: Any) -> None: ...
 

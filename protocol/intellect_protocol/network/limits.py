@@ -44,10 +44,10 @@ class Timeouts:
     bootstrap_dial_s: float = 30.0  # a bootstrap that answers after 20 s still works
     bootstrap_attempts: int = 5
     bootstrap_pause_s: float = 1.0  # doubles after each attempt
-    upgrade_s: float = 3.0  # inbound handshake
-    negotiate_s: float = 3.0  # protocol of a stream
+    upgrade_s: float = 5.0  # inbound handshake
+    negotiate_s: float = 5.0  # protocol of a stream
     query_s: float = 3.0  # one DHT message
-    ping_s: float = 3.0
+    ping_s: float = 5.0
     ping_interval_s: float = 10.0
     failed_dial_pause_s: float = 10.0  # before a peer whose addresses all failed is dialled again
     stalled_write_s: float = 10.0  # a peer that reads nothing for this long is disconnected
