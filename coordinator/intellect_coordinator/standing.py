@@ -7,6 +7,7 @@ only given after it has caught up with the newest block.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from functools import cache, partial
@@ -57,7 +58,16 @@ def stored_events(connection: Connection) -> list[LedgerEvent]:
     rows = connection.execute(
         select(table.c.kind, table.c.content).order_by(table.c.block_number, table.c.log_index)
     )
-    return [msgspec.msgpack.decode(row.content, type=_kinds()[row.kind]) for row in rows]
+    return [_unpacked(row.kind, row.content) for row in rows]
+
+
+def _packed(event: LedgerEvent) -> bytes:
+    """JSON, because token amounts exceed the 64 bits of msgpack's integers."""
+    return json.dumps(msgspec.to_builtins(event)).encode()
+
+
+def _unpacked(kind: str, content: bytes) -> LedgerEvent:
+    return msgspec.convert(json.loads(content), _kinds()[kind])
 
 
 class Standing:
@@ -201,7 +211,7 @@ def _keep(connection: Connection, events: list[LedgerEvent], newest: int) -> Non
                     "block_number": event.block_number,
                     "log_index": event.log_index,
                     "kind": type(event).__name__,
-                    "content": msgspec.msgpack.encode(event),
+                    "content": _packed(event),
                 }
                 for event in events
             ],

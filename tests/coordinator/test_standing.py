@@ -132,6 +132,15 @@ async def test_a_restart_reads_nothing_twice_and_knows_the_same(site: Site) -> N
         assert len(stored_events(connection)) == count
 
 
+async def test_amounts_beyond_64_bits_survive_a_restart(site: Site) -> None:
+    tokens = 2_500 * 10**18
+    await site.world.ledger.mint_token(DEPLOYER, STRANGER.address, tokens)
+    await site.world.ledger.stake(STRANGER, tokens)
+    await site.standing.sync()
+    await site.restart()
+    assert site.standing.book.active(STRANGER.address) == tokens
+
+
 async def test_blocks_without_confirmations_are_not_believed_yet(site: Site) -> None:
     await site.world.ledger.bind_node(STRANGER, SECOND_NODE, PeerKey(b"\x06" * 32).peer_id)
     from intellect_coordinator.store import Store
