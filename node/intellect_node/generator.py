@@ -226,7 +226,9 @@ class Generator:
 
     def _state(self, state: str, waiting_for: str) -> None:
         if waiting_for and (state, waiting_for) != (self._status.state, self._status.waiting_for):
-            self._say(f"{state}: waiting for {waiting_for}")
+            self._say(
+                f"waiting for {waiting_for}" if state == "waiting" else f"{state}: waiting for {waiting_for}"
+            )
         self._status.state, self._status.waiting_for = state, waiting_for
 
 

@@ -24,14 +24,15 @@ from intellect_protocol.keys import (
 )
 
 from .layout import DevnetPlan, Layout, node_names, validator_names
-from .processes import Program, run_once
+from .processes import Program, last_line, run_once
 
 DEPLOYER = 0  # development account that deploys the contracts and funds everybody
 STAKE_TOKENS = 1_000
 _FUND_TOKENS = 5_000
 _FUND_WEI = 10 * 10**18
 _MODEL_TIMEOUT_S = 300.0
-_CHAIN_TIMEOUT_S = 60.0
+_LISTEN_TIMEOUT_S = 60.0
+_INIT_TIMEOUT_S = 120.0
 
 
 def coordinator_address(layout: Layout, plan: DevnetPlan) -> str:
@@ -66,7 +67,7 @@ async def prepare(layout: Layout, plan: DevnetPlan, tell: Callable[[str], None])
     if layout.ready_marker.exists():
         return
     _make_keys(layout, plan)
-    await _wait_for_chain(layout, plan)
+    await wait_for_port(layout, plan, "chain")
     if not (layout.policy_zero / "config.json").exists():
         tell(f"making the first policy ({plan.model})")
         await trio.to_thread.run_sync(_make_policy, layout, plan)
@@ -101,19 +102,22 @@ def wallet_addresses(layout: Layout, plan: DevnetPlan) -> dict[str, str]:
     return {name: load_keystore(path, password).address for name, path in wallet_files(layout, plan).items()}
 
 
-async def _wait_for_chain(layout: Layout, plan: DevnetPlan) -> None:
-    deadline = time.monotonic() + _CHAIN_TIMEOUT_S
+async def wait_for_port(layout: Layout, plan: DevnetPlan, name: str) -> None:
+    """Wait until a role listens.
+
+    Raises:
+        PreflightError: it does not within a minute.
+    """
+    deadline = time.monotonic() + _LISTEN_TIMEOUT_S
     while True:
         try:
             with trio.fail_after(2):
-                stream = await trio.open_tcp_stream("127.0.0.1", plan.ports["chain"])
+                stream = await trio.open_tcp_stream("127.0.0.1", plan.ports[name])
                 await stream.aclose()
             return
         except (OSError, trio.TooSlowError):
             if time.monotonic() > deadline:
-                raise PreflightError(
-                    f"the development chain did not start; see {layout.log('chain')}"
-                ) from None
+                raise PreflightError(f"{name} did not start: {last_line(layout.log(name))}") from None
             await trio.sleep(0.1)
 
 
@@ -167,7 +171,7 @@ def _init_run(layout: Layout, plan: DevnetPlan) -> None:
     ]
     for name in validator_names():
         arguments += ["--validator", LocalSigner(layout.key(name).read_bytes()).address]
-    run_once(Program("init", arguments, layout.log("init")), timeout_s=_CHAIN_TIMEOUT_S)
+    run_once(Program("init", arguments, layout.log("init")), timeout_s=_INIT_TIMEOUT_S)
 
 
 async def _fund(layout: Layout, plan: DevnetPlan) -> None:

@@ -94,6 +94,7 @@ class Devnet:
         await setup.prepare(self.layout, self.plan, tell)
         tell(f"starting {len(role_names(self.plan)) + 1} processes")
         self.group.start(roles.coordinator_program(self.layout, self.plan))
+        await setup.wait_for_port(self.layout, self.plan, "coordinator")
         # The trainer warms up and measures version 0 while the nodes register.
         self.group.start(
             roles.trainer_program(self.layout, self.plan, self.options.steps, self.options.minutes)
