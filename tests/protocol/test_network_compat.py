@@ -17,6 +17,7 @@ from intellect_protocol.errors import PreflightError
 from intellect_protocol.keys import PeerKey
 from intellect_protocol.network import compat
 from intellect_protocol.network.limits import Limits, Timeouts
+from intellect_protocol.network.muxer import BoundedYamux
 
 _FAULTS = Path(__file__).with_name("network_faults.py")
 _DEAD = "dead"
@@ -96,7 +97,7 @@ def _muxer(kind: str, pipe: _Pipe, **limits: int) -> Yamux:
         async def on_close() -> None: ...
 
         return Yamux(pipe, peer_id, is_initiator=True, on_close=on_close)
-    return compat.BoundedYamux(pipe, peer_id, limits=Limits(**limits), timeouts=Timeouts())
+    return BoundedYamux(pipe, peer_id, limits=Limits(**limits), timeouts=Timeouts())
 
 
 @pytest.mark.parametrize(("kind", "whole"), [("plain", False), ("guarded", True)])

@@ -371,6 +371,9 @@ async def test_peers_of_other_runs_and_versions_are_told_so(tmp_path: Path) -> N
             hello = msgspec.structs.replace(newcomer.bindings._hello, protocol=0)
             with pytest.raises(UpgradeRequiredError):
                 await newcomer.client.exchange(server.peer_id, hello, type(hello))
+            newer = msgspec.structs.replace(hello, protocol=999)
+            with pytest.raises(RefusedError, match="wrong_version"):
+                await newcomer.client.exchange(server.peer_id, newer, type(newer))
 
 
 async def test_a_body_that_vanishes_half_way_is_an_error(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ..keys import (
 from ..messages import Hello
 from ..run import PROTOCOL_VERSION
 from .peers import Peer
-from .rpc import WRONG_RUN
+from .rpc import WRONG_RUN, WRONG_VERSION
 from .rpc_server import Call, Reply
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class Bindings:
         """Exchange `Hello` with a peer, once per connection unless `again`; True if it was done now.
 
         Raises:
-            UpgradeRequiredError: it speaks a newer protocol version.
+            UpgradeRequiredError: it says that it speaks a newer protocol version. Anybody may say
+                so; only the coordinator's word is a reason to stop.
             RefusedError: it is in another run.
             UnreachableError: it does not answer.
         """
@@ -81,6 +82,8 @@ class Bindings:
             theirs, _ = await self._host.client.exchange(
                 peer_id, self._hello, Hello, deadline_s=self._host.timeouts.hello_s
             )
+            if theirs.protocol > PROTOCOL_VERSION:
+                raise UpgradeRequiredError(f"this peer speaks protocol version {theirs.protocol}")
             await self._meet(peer_id, theirs)
         finally:
             del self._greeting[peer_id]
@@ -88,6 +91,8 @@ class Bindings:
         return True
 
     async def _answer(self, call: Call[Hello]) -> Reply:
+        if call.payload.protocol < PROTOCOL_VERSION:
+            raise UpgradeRequiredError(f"this run needs protocol version {PROTOCOL_VERSION}")
         await self._meet(call.peer_id, call.payload)
         return Reply(self._hello)
 
@@ -95,8 +100,7 @@ class Bindings:
         """Note down who the peer is."""
         options = self._host.options
         if hello.protocol != PROTOCOL_VERSION:
-            newest = max(hello.protocol, PROTOCOL_VERSION)
-            raise UpgradeRequiredError(f"this run needs protocol version {newest}")
+            raise RefusedError(WRONG_VERSION, f"this peer speaks protocol version {PROTOCOL_VERSION}")
         if hello.run_id and options.run_id and hello.run_id != options.run_id:
             raise RefusedError(WRONG_RUN, f"this peer is in run {options.run_id.hex()[:16]}")
         peer = self._host.table.get(peer_id)

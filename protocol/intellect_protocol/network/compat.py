@@ -1,9 +1,10 @@
 """py-libp2p 0.8.1, made fit for strangers: subclasses with small corrections, one reason each.
 
 The library gives us Noise, yamux, identify, Kademlia and GossipSub that other implementations
-understand. As it comes, one message of a stranger can end the process. Each class here corrects
-faults of the class it extends; `tests/protocol/test_network_compat.py` shows every one of them on
-the unchanged class. Another version of the library needs another look: `check_version` refuses it.
+understand. As it comes, one message of a stranger can end the process. Each class here, in `muxer`
+and in `gossip` corrects faults of the class it extends; `tests/protocol/test_network_compat.py`
+shows every one of them on the unchanged class. Another version of the library needs another look:
+`check_version` refuses it.
 
 What is corrected:
 
@@ -31,7 +32,7 @@ import importlib.metadata
 import logging
 import socket
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import libp2p.transport.tcp.tcp as tcp_module
@@ -44,17 +45,13 @@ from libp2p.host.basic_host import BasicHost
 from libp2p.host.exceptions import StreamFailure
 from libp2p.io.exceptions import IOException
 from libp2p.network.config import ConnectionConfig, RetryConfig
-from libp2p.network.connection.exceptions import RawConnError
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore, PeerStoreError
-from libp2p.pubsub.gossipsub import GossipSub
-from libp2p.pubsub.pubsub import Pubsub
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL_ID
 from libp2p.security.noise.transport import Transport as NoiseTransport
-from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL_ID
 from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.transport.upgrader import TransportUpgrader
@@ -64,11 +61,12 @@ from ..errors import PreflightError, UnreachableError
 from ..keys import PeerKey
 from .addresses import expand
 from .limits import Limits, Timeouts
+from .muxer import BoundedMuxers
 
 LIBP2P_VERSION = "0.8.1"
 
 # What a stream raises when the peer leaves or stalls: no fault of form.
-_VANISHED = (
+VANISHED = (
     IOException,
     SwarmException,
     StreamFailure,
@@ -94,90 +92,6 @@ def check_version() -> None:
     found = importlib.metadata.version("libp2p")
     if found != LIBP2P_VERSION:
         raise PreflightError(f"libp2p {LIBP2P_VERSION} is needed, {found} is installed")
-
-
-class _TooMuchUnread(trio.TooSlowError):
-    """Ends the connection; yamux closes it on a `TooSlowError` while it reads a frame."""
-
-
-class BoundedYamux(Yamux):  # type: ignore[misc]
-    """Yamux with one writing task, a bound on unread bytes and streams, and counters."""
-
-    def __init__(self, secured: Any, peer_id: Any, *, limits: Limits, timeouts: Timeouts) -> None:
-        async def on_close() -> None:
-            """Replaced by the swarm's connection object."""
-
-        super().__init__(secured, peer_id, is_initiator=secured.is_initiator, on_close=on_close)
-        self._limits = limits
-        self._timeouts = timeouts
-        self._outbox_in, self._outbox_out = trio.open_memory_channel[bytes](0)
-        self.bytes_in = 0
-        self.bytes_out = 0
-
-    async def start(self) -> None:
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._write_outbox)
-                await super().start()
-                nursery.cancel_scope.cancel()
-        finally:
-            with trio.CancelScope(shield=True):  # closing a socket does not wait
-                await self.secured_conn.close()
-            self.event_closed.set()
-
-    async def _write_frame(self, data: bytes) -> None:
-        """Hand over a whole frame: a caller that is cancelled leaves no half frame behind."""
-        try:
-            await self._outbox_in.send(data)
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise RawConnError("connection closed") from error
-
-    async def _write_outbox(self) -> None:
-        with self._outbox_out:
-            async for data in self._outbox_out:
-                self.bytes_out += len(data)
-                with trio.move_on_after(self._timeouts.stalled_write_s) as scope:
-                    try:
-                        await self.secured_conn.write(data)
-                    except Exception as error:
-                        logger.debug("write to %s failed: %s", self.peer_id, error)
-                        break
-                if scope.cancelled_caught:
-                    logger.info("peer %s reads nothing; disconnecting", self.peer_id)
-                    break
-        await self._cleanup_on_error()
-
-    async def _read_data_body(self, length: int) -> bytes:
-        unread = sum(len(buffer) for buffer in self.stream_buffers.values())
-        if unread + length > self._limits.unread_bytes_per_peer:
-            logger.info("peer %s exceeds the limit of unread bytes; disconnecting", self.peer_id)
-            raise _TooMuchUnread
-        if len(self.streams) > 4 * self._limits.streams_per_connection:
-            logger.info("peer %s holds too many streams; disconnecting", self.peer_id)
-            raise _TooMuchUnread
-        self.bytes_in += length
-        return bytes(await super()._read_data_body(length))
-
-    async def close(self, error_code: int = 0) -> None:
-        with trio.move_on_after(self._timeouts.close_s / 4) as scope:
-            await super().close(error_code)
-        if scope.cancelled_caught:
-            with trio.CancelScope(deadline=trio.current_time() + self._timeouts.close_s / 4, shield=True):
-                await self._cleanup_on_error()
-
-
-class _Muxers(MuxerMultistream):  # type: ignore[misc]
-    """Makes `BoundedYamux` whatever is asked for; nothing else is offered."""
-
-    def __init__(self, limits: Limits, timeouts: Timeouts) -> None:
-        super().__init__({TProtocol(YAMUX_PROTOCOL_ID): Yamux}, int(timeouts.negotiate_s))
-        self._limits = limits
-        self._timeouts = timeouts
-
-    async def new_conn(self, conn: Any, peer_id: Any) -> Any:
-        protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
-        muxed = BoundedYamux(conn, peer_id, limits=self._limits, timeouts=self._timeouts)
-        return self._annotate_connection(muxed, conn, protocol)
 
 
 class GuardedSwarm(Swarm):  # type: ignore[misc]
@@ -260,7 +174,7 @@ class GuardedSwarm(Swarm):  # type: ignore[misc]
             raise SwarmException(f"peer {peer_id} did not answer a moment ago")
         done = self._ongoing_dials[peer_id] = trio.Event()
         try:
-            return await self._race(peer_id, addresses or self._known_addresses(peer_id), timeout_s)
+            return await self._race(peer_id, addresses or self.known_addresses(peer_id), timeout_s)
         finally:
             done.set()
             self._ongoing_dials.pop(peer_id, None)
@@ -268,7 +182,7 @@ class GuardedSwarm(Swarm):  # type: ignore[misc]
     def _live(self, peer_id: ID) -> list[Any]:
         return [c for c in self.get_connections(peer_id) if not c.is_closed]
 
-    def _known_addresses(self, peer_id: ID) -> list[Any]:
+    def known_addresses(self, peer_id: ID) -> list[Any]:
         try:
             return list(self.peerstore.addrs(peer_id))
         except PeerStoreError:
@@ -330,7 +244,7 @@ class GuardedHost(BasicHost):  # type: ignore[misc]
             await super()._swarm_stream_handler(net_stream)
         except Exception as error:
             logger.debug("stream of %s failed: %r", connection.peer_id, error)
-            if not isinstance(error, _VANISHED):
+            if not isinstance(error, VANISHED):
                 self.on_fault(connection.peer_id, f"malformed bytes on {net_stream.get_protocol()}")
             await net_stream.reset()
         finally:
@@ -344,56 +258,6 @@ class GuardedHost(BasicHost):  # type: ignore[misc]
         peer_id = conn.muxed_conn.peer_id
         if self.peerstore.has_peer(peer_id):
             self.peerstore.clear_protocol_data(peer_id)
-
-
-class GuardedPubsub(Pubsub):  # type: ignore[misc]
-    """Pubsub that drops what it cannot read instead of ending."""
-
-    on_fault: Callable[[ID, str], None] = staticmethod(lambda peer_id, reason: None)
-
-    async def continuously_read_stream(self, stream: Any) -> None:
-        try:
-            await super().continuously_read_stream(stream)
-        except Exception as error:
-            peer_id = stream.muxed_conn.peer_id
-            logger.debug("gossip stream of %s failed: %r", peer_id, error)
-            if not isinstance(error, _VANISHED):
-                self.on_fault(peer_id, "malformed gossip")
-            await stream.reset()
-            self._handle_dead_peer(peer_id)
-
-    async def push_msg(self, msg_forwarder: ID, msg: Any) -> None:
-        await _guarded(super().push_msg(msg_forwarder, msg), lambda: self._blame(msg_forwarder))
-
-    def _blame(self, peer_id: ID) -> None:
-        if peer_id != self.my_id:
-            self.on_fault(peer_id, "malformed gossip message")
-
-
-class GuardedGossipSub(GossipSub):  # type: ignore[misc]
-    """GossipSub that drops control messages it cannot read, and keeps its heart beating."""
-
-    on_fault: Callable[[ID, str], None] = staticmethod(lambda peer_id, reason: None)
-
-    async def handle_rpc(self, rpc: Any, sender_peer_id: ID) -> None:
-        await _guarded(
-            super().handle_rpc(rpc, sender_peer_id),
-            lambda: self.on_fault(sender_peer_id, "malformed gossip control message"),
-        )
-
-    async def on_peer_subscribed(self, peer_id: ID, topic: str) -> None:
-        await _guarded(super().on_peer_subscribed(peer_id, topic), lambda: None)
-
-    async def flush_pending_messages(self, peer_id: ID) -> None:
-        await _guarded(super().flush_pending_messages(peer_id), lambda: None)
-
-
-async def _guarded(work: Awaitable[None], blame: Callable[[], None]) -> None:
-    try:
-        await work
-    except Exception as error:
-        logger.debug("gossip: %r", error)
-        blame()
 
 
 async def _do_not_connect() -> None:
@@ -431,7 +295,7 @@ def build(
     upgrader = TransportUpgrader(
         {NOISE_PROTOCOL_ID: noise}, {TProtocol(YAMUX_PROTOCOL_ID): Yamux}, int(timeouts.negotiate_s)
     )
-    upgrader.muxer_multistream = _Muxers(limits, timeouts)
+    upgrader.muxer_multistream = BoundedMuxers(limits, timeouts)
     cap = limits.connections + _HEADROOM
     config = ConnectionConfig(
         max_connections=cap,

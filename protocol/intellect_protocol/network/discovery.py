@@ -19,8 +19,9 @@ from libp2p.peer.id import ID
 from ..errors import RefusedError, UnreachableError
 from ..keys import peer_id_text
 from ..wire import sha256
-from .addresses import PeerAddress, from_library
+from .addresses import PeerAddress, from_library, parse_address
 from .kad import make_dht
+from .peers import load_cached_peers, save_cached_peers
 
 if TYPE_CHECKING:
     from .host import Host
@@ -44,19 +45,38 @@ class Discovery:
         self._host = host
         self._times = host.timeouts
         self.dht = make_dht(host.basic, host.limits, host.timeouts, server=host.options.dht_server)
-        self._known: list[PeerAddress] = []
+        self._cache = host.options.data_dir / "peers.json"
+        self._known = self._known_peers()
         self._provided: set[bytes] = set()
 
     # --- joining ----------------------------------------------------------------------------------
 
-    async def join(self, known: list[PeerAddress], *, required: bool) -> None:
+    def _known_peers(self) -> list[PeerAddress]:
+        """Bootstrap addresses, then the peers of the last run."""
+        known = [parse_address(text) for text in self._host.options.bootstrap]
+        known += load_cached_peers(self._cache, self._host.limits.cached_peers)
+        unique = {(where.peer_id, where.addresses): where for where in known}
+        return [where for where in unique.values() if where.peer_id != self._host.peer_id]
+
+    async def save_peers(self) -> None:
+        """Remember connected peers for the next start; a full disk is only logged."""
+        best = sorted(self._host.table, key=lambda peer: -peer.score)
+        found = [where for peer in best if (where := self._host.dialable(peer.peer_id)) is not None]
+        if not found:
+            return
+        found = found[: self._host.limits.cached_peers]
+        try:
+            await trio.to_thread.run_sync(save_cached_peers, self._cache, found)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self._cache, error)
+
+    async def join(self, *, required: bool) -> None:
         """Connect to at least one known peer; with nobody known this is the first peer.
 
         Raises:
             UnreachableError: `required`, and nobody answered in `bootstrap_attempts` rounds.
         """
-        self._known = known
-        if not known:
+        if not self._known:
             return
         pause_s = self._times.bootstrap_pause_s
         for attempt in range(self._times.bootstrap_attempts):
@@ -68,8 +88,8 @@ class Discovery:
             if attempt + 1 < self._times.bootstrap_attempts:
                 await trio.sleep(pause_s)
                 pause_s *= 2
-        names = ", ".join(where.full()[0] for where in known[:3])
-        raise UnreachableError(f"no known peer answers ({len(known)} tried): {names}")
+        names = ", ".join(where.full()[0] for where in self._known[:3])
+        raise UnreachableError(f"no known peer answers ({len(self._known)} tried): {names}")
 
     async def _dial_known(self) -> bool:
         """Dial all known peers; True as soon as one answers, while the others go on."""
@@ -126,7 +146,7 @@ class Discovery:
             if key not in self._provided:
                 await self.provide(key)
             await self._keep_run_peers(key)
-        await self._host.save_peers()
+        await self.save_peers()
 
     async def refresh(self) -> None:
         """Fill the routing table from the peers at hand."""

@@ -15,18 +15,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import libp2p.pubsub.pubsub as pubsub_module
 import trio
 from libp2p.custom_types import TProtocol
+from libp2p.peer.id import ID
+from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pubsub import Pubsub
 from libp2p.tools.anyio_service import background_trio_service
 
 from ..errors import UsageError, WireError
 from ..wire import sha256
-from .compat import GuardedGossipSub, GuardedPubsub
+from .compat import VANISHED
 
 if TYPE_CHECKING:
     from .host import Host
@@ -48,6 +51,56 @@ def checkpoints_topic(run_id: bytes) -> str:
 def verdicts_topic(run_id: bytes) -> str:
     """Where the coordinator tells what became of submissions."""
     return f"/intellect/1/{run_id.hex()}/verdicts"
+
+
+class GuardedPubsub(Pubsub):  # type: ignore[misc]
+    """Pubsub that drops what it cannot read instead of ending."""
+
+    on_fault: Callable[[ID, str], None] = staticmethod(lambda peer_id, reason: None)
+
+    async def continuously_read_stream(self, stream: Any) -> None:
+        try:
+            await super().continuously_read_stream(stream)
+        except Exception as error:
+            peer_id = stream.muxed_conn.peer_id
+            logger.debug("gossip stream of %s failed: %r", peer_id, error)
+            if not isinstance(error, VANISHED):
+                self.on_fault(peer_id, "malformed gossip")
+            await stream.reset()
+            self._handle_dead_peer(peer_id)
+
+    async def push_msg(self, msg_forwarder: ID, msg: Any) -> None:
+        await _guarded(super().push_msg(msg_forwarder, msg), lambda: self._blame(msg_forwarder))
+
+    def _blame(self, peer_id: ID) -> None:
+        if peer_id != self.my_id:
+            self.on_fault(peer_id, "malformed gossip message")
+
+
+class GuardedGossipSub(GossipSub):  # type: ignore[misc]
+    """GossipSub that drops control messages it cannot read, and keeps its heart beating."""
+
+    on_fault: Callable[[ID, str], None] = staticmethod(lambda peer_id, reason: None)
+
+    async def handle_rpc(self, rpc: Any, sender_peer_id: ID) -> None:
+        await _guarded(
+            super().handle_rpc(rpc, sender_peer_id),
+            lambda: self.on_fault(sender_peer_id, "malformed gossip control message"),
+        )
+
+    async def on_peer_subscribed(self, peer_id: ID, topic: str) -> None:
+        await _guarded(super().on_peer_subscribed(peer_id, topic), lambda: None)
+
+    async def flush_pending_messages(self, peer_id: ID) -> None:
+        await _guarded(super().flush_pending_messages(peer_id), lambda: None)
+
+
+async def _guarded(work: Awaitable[None], blame: Callable[[], None]) -> None:
+    try:
+        await work
+    except Exception as error:
+        logger.debug("gossip: %r", error)
+        blame()
 
 
 class Gossip:
@@ -82,6 +135,7 @@ class Gossip:
         self._pubsub.counter = time.time_ns()
         self._pubsub.on_fault = self._router.on_fault = host.fault
         self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._subscribed: set[str] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -112,12 +166,18 @@ class Gossip:
         Args:
             validator: whether the bytes are a valid message of this topic. Runs before forwarding,
                 so it must be quick and do no I/O; raising counts as False.
+
+        Raises:
+            UsageError: not a topic of this run, or subscribed to already.
         """
         self._check_topic(topic)
+        if topic in self._subscribed:
+            raise UsageError(f"subscribed to already: {topic!r}")
 
         def accept(forwarder: Any, message: Any) -> bool:
             return self._accept(validator, forwarder, message)
 
+        self._subscribed.add(topic)
         self._pubsub.set_topic_validator(topic, accept, False)
         subscription = await self._pubsub.subscribe(topic)
         try:
@@ -129,6 +189,7 @@ class Gossip:
             with trio.CancelScope(deadline=trio.current_time() + 1.0, shield=True):
                 await subscription.unsubscribe()
             self._pubsub.remove_topic_validator(topic)
+            self._subscribed.discard(topic)
 
     def _accept(self, validator: Validator, forwarder: Any, message: Any) -> bool:
         data = bytes(message.data)

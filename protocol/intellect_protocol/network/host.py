@@ -39,7 +39,7 @@ from ..keys import PeerKey, Signer, peer_id_text
 from . import compat
 from .addresses import PeerAddress, from_library, parse_address
 from .limits import Limits, Timeouts
-from .peers import Peer, PeerRow, PeerTable, load_cached_peers, save_cached_peers
+from .peers import Peer, PeerRow, PeerTable
 from .stream import Stream
 
 if TYPE_CHECKING:
@@ -280,40 +280,15 @@ class Host(INotifee):  # type: ignore[misc]
 
     # --- life cycle ------------------------------------------------------------------------------
 
-    @property
-    def cache_path(self) -> Path:
-        """Where the peers of the last run are kept."""
-        return self.options.data_dir / "peers.json"
-
-    def known_peers(self) -> list[PeerAddress]:
-        """Bootstrap addresses, then the peers of the last run."""
-        known = [parse_address(text) for text in self.options.bootstrap]
-        known += load_cached_peers(self.cache_path, self.limits.cached_peers)
-        unique = {(where.peer_id, where.addresses): where for where in known}
-        return [where for where in unique.values() if where.peer_id != self.peer_id]
-
     def dialable(self, peer_id: bytes) -> PeerAddress | None:
         """What is known of a peer's listening addresses."""
-        addresses = self.swarm._known_addresses(ID(peer_id))
+        addresses = self.swarm.known_addresses(ID(peer_id))
         return from_library(ID(peer_id), addresses, self.limits.addresses_per_peer)
-
-    async def save_peers(self) -> None:
-        """Remember connected peers for the next start; a full disk is only logged."""
-        best = sorted(self.table, key=lambda peer: -peer.score)
-        found = [where for peer in best if (where := self.dialable(peer.peer_id)) is not None]
-        if not found:
-            return
-        try:
-            await trio.to_thread.run_sync(
-                save_cached_peers, self.cache_path, found[: self.limits.cached_peers]
-            )
-        except OSError as error:
-            logger.warning("cannot write %s: %s", self.cache_path, error)
 
     async def close(self) -> None:
         """Disconnect all peers in parallel, then close the library's host. Never raises."""
         with trio.CancelScope(deadline=trio.current_time() + self.timeouts.close_s, shield=True):
-            await self.save_peers()
+            await self.discovery.save_peers()
             async with trio.open_nursery() as nursery:
                 for peer in self.table:
                     nursery.start_soon(self.disconnect_barred, peer.peer_id, "closing")
@@ -355,7 +330,6 @@ async def _open(options: HostOptions) -> AsyncIterator[Host]:
     from .rpc_server import RpcServer
 
     host = Host(options)
-    known = host.known_peers()
     host.gossip = Gossip(host)
     host.discovery = Discovery(host)
     host.server = RpcServer(host)
@@ -369,7 +343,7 @@ async def _open(options: HostOptions) -> AsyncIterator[Host]:
         async with background_trio_service(host.discovery.dht), trio.open_nursery() as nursery:
             host.nursery = nursery
             try:
-                await host.discovery.join(known, required=options.require_bootstrap)
+                await host.discovery.join(required=options.require_bootstrap)
                 nursery.start_soon(host.discovery.run)
                 yield host
             finally:

@@ -57,6 +57,7 @@ class Timeouts:
     handler_s: float = 60.0
     hello_s: float = 5.0
     close_s: float = 4.0
+    grace_s: float = 10.0  # before a stranger has to make room for a newcomer
     refresh_interval_s: float = 60.0  # routing table, rendezvous, peer cache
     alone_interval_s: float = 5.0  # checks whether there is any connection left
     reprovide_interval_s: float = 600.0

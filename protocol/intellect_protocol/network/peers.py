@@ -143,15 +143,17 @@ class PeerTable:
         return max(0.0, left)
 
     def least_useful(self, exempt: bytes) -> Peer | None:
-        """Whom to drop for a newcomer: an unbound inbound peer, worst score and oldest first."""
+        """Whom to drop for a newcomer: an unbound inbound peer, worst score and oldest first.
+
+        None if all are worth keeping or came less than `grace_s` ago: then the newcomer goes, or
+        two that redial at once would keep pushing each other out.
+        """
+        latest = self._clock() - self._timeouts.grace_s
         spare = [
             peer
             for peer in self._peers.values()
-            if peer.inbound
-            and not peer.node
-            and not peer.tags
-            and not peer.in_flight
-            and peer.peer_id != exempt
+            if peer.inbound and not (peer.node or peer.tags or peer.in_flight)
+            if peer.since <= latest and peer.peer_id != exempt
         ]
         return min(spare, key=lambda peer: (peer.score, peer.since), default=None)
 

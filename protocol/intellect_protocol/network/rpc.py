@@ -40,6 +40,7 @@ BODY_HASH = "body_hash"
 UNAVAILABLE = "unavailable"
 UPGRADE_REQUIRED = "upgrade_required"
 WRONG_RUN = "wrong_run"
+WRONG_VERSION = "wrong_version"
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
