@@ -71,6 +71,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     heartbeat_s: Seconds = 5.0
     verdict_poll_s: Seconds = 3.0
     submit_deadline_s: Seconds = 120.0
+    precommit_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 20  # smaller files are sent without Precommit
     request_deadline_s: Seconds = 15.0
     retry_first_s: Seconds = 1.0
     retry_max_s: Seconds = 60.0

@@ -4,8 +4,9 @@
 `Verdicts` then follows what becomes of the units. Both are services: they run until cancelled, survive
 an unreachable coordinator, and start again from the database after a crash.
 
-Precommit comes first so that an upload under way holds its deadline, but only the answer to Submit
-decides: a unit whose receipt was lost is refused as closed by Precommit, and acknowledged by Submit.
+Precommit comes first so that a long upload holds its deadline, but only the answer to Submit decides: a
+unit whose receipt was lost is refused as closed by Precommit, and acknowledged by Submit. A small file
+is sent at once: it is there as soon as a Precommit would be.
 """
 
 from __future__ import annotations
@@ -175,7 +176,8 @@ class Outbox:
             await _in_thread(self._history.mark_received, entry, None, self._clock_ms())
             return
         await _in_thread(self._history.content, entry)
-        if entry.precommit_until_ms <= self._clock_ms():
+        is_large = entry.size_bytes >= settings.precommit_bytes
+        if is_large and entry.precommit_until_ms <= self._clock_ms():
             await self._precommit(entry)
         receipt, _ = await self._call(
             Submit(

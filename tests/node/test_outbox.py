@@ -43,7 +43,7 @@ RUN = bytes(range(32))
 CHECKPOINT = b"\xcc" * 32
 NODE = LocalSigner(b"\x07" * 32)
 COORDINATOR = LocalSigner(b"\x11" * 32)
-SETTINGS = NodeConfig(retry_first_s=1.0, retry_max_s=8.0)
+SETTINGS = NodeConfig(retry_first_s=1.0, retry_max_s=8.0, precommit_bytes=5)
 
 
 class Coordinator:
@@ -229,6 +229,17 @@ async def test_a_later_index_is_not_sent_before_an_earlier_one(
     assert coordinator.calls == ["Precommit"]
     await deliver_all(history, coordinator, 2)
     assert list(coordinator.stored.values()) == [b"first", b"second"]
+
+
+async def test_a_small_file_is_sent_without_holding_its_deadline_first(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    history = open_history(tmp_path)
+    sign(history, 1, 0, b"1234")
+    sign(history, 1, 1, b"12345")
+    coordinator = Coordinator()
+    await deliver_all(history, coordinator, 2)
+    assert coordinator.calls == ["Submit", "Precommit", "Submit"]
 
 
 async def test_an_abandoned_unit_is_told_and_never_submitted(
