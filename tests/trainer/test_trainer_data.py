@@ -43,7 +43,9 @@ def source(tmp_path: Path, journal: Journal, run: RunConfig) -> BatchSource:
 
 def _put(source_folder: Path, run: RunConfig, version: int, index: int = 0, rewards=None) -> bytes:
     return sha256(
-        put_batch(source_folder, make_batch(run, version, C[version], index=index, rewards=rewards)).read_bytes()
+        put_batch(
+            source_folder, make_batch(run, version, C[version], index=index, rewards=rewards)
+        ).read_bytes()
     )
 
 
@@ -69,7 +71,9 @@ def test_groups_stay_whole_and_in_sample_order(source, run, tmp_path) -> None:
         assert [row.sample for row in group.rows] == list(range(SAMPLES))
 
 
-def test_rows_older_than_the_async_level_expire_and_equal_rewards_are_filtered(source, run, journal, tmp_path):
+def test_rows_older_than_the_async_level_expire_and_equal_rewards_are_filtered(
+    source, run, journal, tmp_path
+):
     expired, at_the_edge = _put(tmp_path / "batches", run, 2), _put(tmp_path / "batches", run, 3)
     filtered = _put(tmp_path / "batches", run, 5, rewards=SAME)
     source.poll()
@@ -139,7 +143,7 @@ def test_a_journaled_step_is_repeated_exactly(source, run, journal, tmp_path) ->
     assert repeated.plan == planned.plan
     assert [(g.unit, g.prompt) for g in repeated.groups] == [(g.unit, g.prompt) for g in planned.groups]
     restarted.poll()
-    assert {(g.unit.index, g.prompt) for g in restarted.trainable(head=5)} == {
+    assert {(g.unit.unit_index, g.prompt) for g in restarted.trainable(head=5)} == {
         (1, 2), *((2, p) for p in range(PROMPTS)), *((9, p) for p in range(PROMPTS))
     }  # fmt: skip
 
@@ -163,16 +167,24 @@ def _meta(batch: Batch, **changes) -> Batch:
         (lambda b: write_batch(_meta(b, index=3)), "another unit than its name says"),
         (lambda b: write_batch(_meta(b, checkpoint_hash=b"\x08" * 32)), "another checkpoint than version 4"),
         (lambda b: write_batch(_meta(b, format=2)), "format 2 is not supported"),
-        (lambda b: write_batch(_tampered(b, completion_tokens=[99], logprobs=np.float32([-1]))), "vocabulary"),
+        (
+            lambda b: write_batch(_tampered(b, completion_tokens=[99], logprobs=np.float32([-1]))),
+            "vocabulary",
+        ),
         (lambda b: write_batch(_tampered(b, completion_tokens=[], logprobs=np.float32([]))), "no completion"),
         (lambda b: write_batch(_tampered(b, reward=float("nan"))), "non-finite"),
         (lambda b: write_batch(_tampered(b, logprobs=b.rows[1].logprobs * -1)), "log-prob is above 0"),
         (lambda b: write_batch(_tampered(b, prompt_tokens=[5])), "different prompts"),
         (lambda b: write_batch(_tampered(b, sample=0)), "every sample exactly once"),
-        (lambda b: write_batch(msgspec.structs.replace(b, rows=b.rows[:-SAMPLES])), "the prompts are not 0 to"),
+        (
+            lambda b: write_batch(msgspec.structs.replace(b, rows=b.rows[:-SAMPLES])),
+            "the prompts are not 0 to",
+        ),
         (
             lambda b: write_batch(
-                _tampered(b, completion_tokens=[5] * (MAX_TOKENS + 1), logprobs=np.float32([-1] * (MAX_TOKENS + 1)))
+                _tampered(
+                    b, completion_tokens=[5] * (MAX_TOKENS + 1), logprobs=np.float32([-1] * (MAX_TOKENS + 1))
+                )
             ),
             f"longer than {MAX_TOKENS} tokens",
         ),

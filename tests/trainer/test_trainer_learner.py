@@ -50,7 +50,9 @@ def _weights(learner: Learner) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in learner.policy.parameters()])
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=1, max_size=30), st.integers(1, 60))
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=1, max_size=30), st.integers(1, 60)
+)
 def test_packing_puts_every_completion_token_into_one_micro_batch(shapes, max_tokens) -> None:
     tokens = iter(range(1, 10_000))
     rows = [

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from intellect_protocol.errors import EXIT_INTERRUPTED, IntellectError
 
-_EXIT_CODES = """Exit codes: 0 ok (SIGTERM included), 1 unexpected, 2 usage or configuration, 3 preflight failed,
-4 unreachable, 5 key, 6 refused, 10 upgrade required, 130 interrupted."""
+from intellect_protocol.program import EXIT_CODES, run_program, run_until_signal
 
 app = typer.Typer(
     name="intellect-trainer",
     help="Asynchronous GRPO on verified rollouts.",
-    epilog=_EXIT_CODES,
+    epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -72,7 +71,7 @@ def run(
     eval_every: Annotated[int | None, typer.Option(min=0, help="Versions between evaluations.")] = None,
     eval_tasks: Annotated[int | None, typer.Option(min=0, help="Held-out tasks; 0: none.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-) -> None:
+) -> int:
     """Train on the batch store and write signed checkpoints, going on where an earlier start ended."""
     from intellect_protocol.keys import load_signer
     from intellect_protocol.run import load_run_config
@@ -93,8 +92,6 @@ def run(
     run_config = load_run_config(run_file)
     signer = load_signer(key, password_file)
     _prepare_torch(settings.threads)
-    import trio
-
     from .loop import train
     from .session import RunOptions
 
@@ -108,9 +105,12 @@ def run(
         steps=steps or None,
         minutes=minutes or None,
     )
-    result = trio.run(train, options)
-    typer.echo(f"version {result.state.version}, {result.state.seconds_since_first_step:.0f} s of training")
-    _end(result.signal)
+
+    async def main() -> None:
+        state = await train(options)
+        typer.echo(f"version {state.version} after {state.seconds_since_first_step:.0f} s of training")
+
+    return run_until_signal(main)
 
 
 @app.command()
@@ -123,7 +123,7 @@ def seed(
     listen: Annotated[
         list[str] | None, typer.Option(help="Multiaddress to listen on; may be repeated.")
     ] = None,
-) -> None:
+) -> int:
     """Record the trainer's checkpoints on the ledger, announce them, and serve them to the swarm."""
     from intellect_protocol.keys import load_signer
     from intellect_protocol.run import load_run_config
@@ -131,8 +131,6 @@ def seed(
     run_config = load_run_config(run_file)
     signer = load_signer(key, password_file)
     _log_to_stderr()
-    import trio
-
     from .seeder import SeedOptions
     from .seeder import seed as seed_run
 
@@ -143,7 +141,7 @@ def seed(
         signer=signer,
         listen=tuple(listen or ("/ip4/0.0.0.0/tcp/0",)),
     )
-    _end(trio.run(seed_run, options))
+    return run_until_signal(partial(seed_run, options))
 
 
 config_app = typer.Typer(help="Settings.", no_args_is_help=True)
@@ -178,29 +176,6 @@ def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
 
 
-def _end(signal_number: int | None) -> None:
-    import signal
-
-    if signal_number == signal.SIGINT:
-        raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _first_error(error: BaseException) -> IntellectError | None:
-    """The first error raised on purpose in a (nested) exception group."""
-    if isinstance(error, IntellectError):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        return next(filter(None, map(_first_error, error.exceptions)), None)
-    return None
-
-
 def main() -> None:
-    """Entry point: errors raised on purpose become one line and an exit code."""
-    try:
-        app()
-    except (IntellectError, BaseExceptionGroup) as error:
-        known = _first_error(error)
-        if known is None:
-            raise
-        typer.echo(f"error: {known}", err=True)
-        sys.exit(known.exit_code)
+    """Entry point."""
+    run_program(app, "intellect-trainer")

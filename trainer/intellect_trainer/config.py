@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from intellect_protocol.errors import ConfigError
 from intellect_protocol.settings import Settings, load_settings
 

@@ -18,6 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import msgspec
+
 from intellect_protocol.errors import RolloutFileError
 from intellect_protocol.messages import TrainingState
 from intellect_protocol.rollouts import Batch, BatchRow, FileLimits, read_batch
@@ -156,7 +157,7 @@ class BatchSource:
         return {group.prompt: group for group in groups}
 
     def _path(self, unit: UnitKey) -> Path:
-        return self._folder / f"v{unit.version:08d}" / f"{unit.node.hex()}-{unit.index:06d}.parquet"
+        return self._folder / f"v{unit.version:08d}" / f"{unit.node.hex()}-{unit.unit_index:06d}.parquet"
 
     def _forget(self, plan: list[Settled]) -> None:
         for entry in plan:

@@ -5,6 +5,7 @@ Not the swarm's sampler: nothing generated here is a rollout, so no seeds and no
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,8 @@ def _generate_batch(
     positions = (mask[:, :width].cumsum(dim=1) - 1).clamp(min=0)
     rows: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts)))
+    # transformers renamed the argument and the answer's field in 5.24.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache: Any = None
     for step in range(max_tokens):
         check()
@@ -69,11 +72,11 @@ def _generate_batch(
             input_ids=ids,
             attention_mask=mask[:, : width + step],
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{name: cache},
         )
-        cache = answer.past_key_values
+        cache = answer[name]
         tokens = _choose(answer.logits[:, -1].float(), sampler)
         for line in list(open_rows):
             token = int(tokens[line])

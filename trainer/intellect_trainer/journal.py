@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+
 from intellect_protocol.errors import PreflightError
 from intellect_protocol.messages import TrainingState
 
@@ -40,7 +41,7 @@ class UnitKey(NamedTuple):
 
     version: int
     node: bytes
-    index: int
+    unit_index: int
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -89,13 +90,7 @@ class Journal:
             )
             self._db.executemany(
                 "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (
-                        *entry.unit, entry.prompt, step, position, str(entry.outcome),
-                        entry.environment, entry.rows, entry.reward_sum,
-                    )
-                    for position, entry in enumerate(settled)
-                ],  # fmt: skip
+                [_group_row(step, position, entry) for position, entry in enumerate(settled)],
             )
 
     def plan(self, step: int) -> list[Settled] | None:
@@ -104,12 +99,13 @@ class Journal:
             return None
         found = self._db.execute(
             "SELECT version, node, unit_index, prompt, file_hash, group_count, outcome, environment, rows, "
-            "reward_sum FROM groups JOIN units USING (version, node, unit_index) WHERE step = ? ORDER BY position",
+            "reward_sum FROM groups JOIN units USING (version, node, unit_index) "
+            "WHERE step = ? ORDER BY position",
             (step,),
         )
         return [
-            Settled(UnitKey(version, node, index), prompt, file_hash, count, TrainingState(outcome), *rest)
-            for version, node, index, prompt, file_hash, count, outcome, *rest in found
+            Settled(UnitKey(*row[:3]), row[3], row[4], row[5], TrainingState(row[6]), *row[7:])
+            for row in found
         ]
 
     def settled_prompts(self, unit: UnitKey) -> frozenset[int]:
@@ -154,9 +150,7 @@ class Journal:
             if trained_at == step:
                 outcomes[file_hash] = TrainingState.TRAINED
             elif trained_at is None and settled >= group_count and last_step == step:
-                outcomes[file_hash] = (
-                    TrainingState.FILTERED if filtered == settled else TrainingState.EXPIRED
-                )
+                outcomes[file_hash] = TrainingState.FILTERED if filtered == settled else TrainingState.EXPIRED
         return outcomes
 
     def set_aside(self, path: str, reason: str) -> None:
@@ -178,3 +172,8 @@ class Journal:
             "SELECT checkpoint_hash FROM checkpoints WHERE version = ?", (version,)
         ).fetchone()
         return None if found is None else bytes(found[0])
+
+
+def _group_row(step: int, position: int, entry: Settled) -> tuple[object, ...]:
+    decided = (entry.outcome.value, entry.environment, entry.rows, entry.reward_sum)
+    return (*entry.unit, entry.prompt, step, position, *decided)

@@ -131,7 +131,7 @@ class Learner:
         for batch in pack(rows, max_tokens=self._config.micro_batch_tokens):
             check()
             loss, part = self._loss(batch, total)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += float(loss.detach())
             sums.append(part)
         norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm))

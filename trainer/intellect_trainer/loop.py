@@ -14,28 +14,32 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import trio
+
 from intellect_protocol.messages import TrainingState
 
 from . import resume
 from .advantage import group_advantages
 from .data import Group, StepData
+from .files import write_json_atomically
 from .journal import Settled
 from .learner import StepMetrics
 from .packing import TrainRow
-from .resume import ResumePoint, TrainerState, write_json_atomically
+from .resume import ResumePoint, TrainerState
 from .session import RunOptions, Session, open_session
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _STATUS_INTERVAL_S = 0.5
 
@@ -44,40 +48,31 @@ class Stopped(Exception):
     """Raised inside worker threads once the program was told to stop."""
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended: its last state, and the signal that ended it early, if one did."""
-
-    state: TrainerState
-    signal: int | None
-
-
-async def train(options: RunOptions) -> TrainResult:
-    """Train until the stop rule holds or SIGTERM or SIGINT arrives.
+async def train(options: RunOptions) -> TrainerState:
+    """Train until the stop rule holds; when cancelled, end within a micro-batch or so, ready to go on.
 
     Raises:
         ConfigError, WalletError, PreflightError: see `open_session`.
         RolloutFileError: a batch file that is needed to repeat a step has vanished.
     """
     session = await trio.to_thread.run_sync(open_session, options)
-    try:
+    with closing(session):
         loop = TrainingLoop(session)
-        async with trio.open_nursery() as nursery:
-            await nursery.start(loop.watch_signals, nursery.cancel_scope)
-            nursery.start_soon(loop.keep_status)
-            await loop.run()
-            nursery.cancel_scope.cancel()
-        loop.write_status("finished" if loop.finished else "stopped")
-        return TrainResult(loop.state(), loop.signal)
-    finally:
-        session.close()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(loop.watch_cancellation)
+                nursery.start_soon(loop.keep_status)
+                await loop.run()
+                nursery.cancel_scope.cancel()
+        finally:
+            loop.write_status("finished" if loop.finished else "stopped")
+        return loop.state()
 
 
 class TrainingLoop:
     """State of a run between its steps."""
 
     def __init__(self, session: Session) -> None:
-        self.signal: int | None = None
         self.finished = False
         self._session = session
         self._config = session.options.config
@@ -146,7 +141,7 @@ class TrainingLoop:
         self._activity = f"training version {version}"
         groups = [self._rows(group) for group in data.groups]
         metrics = await self._in_thread(
-            partial(self._session.learner.step, groups, version=version, check=self._check)
+            self._session.learner.step, groups, version=version, check=self._check
         )
         trained_s = trio.current_time() - started
         self._activity = f"waiting for the publication of version {version - 1}"
@@ -158,7 +153,7 @@ class TrainingLoop:
             "seconds_since_first_step": self._seconds(),
         }
         await self._in_thread(self._session.metrics.add, "step", version, values)
-        point = await self._in_thread(self._hand_over)
+        point = await self._in_thread(self._hand_over, self.state())
         self._published = trio.Event()
         nursery.start_soon(self._publish, point, not self._is_due(version))
 
@@ -169,10 +164,10 @@ class TrainingLoop:
             for row, advantage in zip(group.rows, advantages, strict=True)
         ]
 
-    def _hand_over(self) -> ResumePoint:
+    def _hand_over(self, state: TrainerState) -> ResumePoint:
         """Copy everything that the next step changes and publication needs."""
         self._session.copy_weights()
-        return resume.capture(self._session.learner, self.state())
+        return resume.capture(self._session.learner, state)
 
     # --- publication ------------------------------------------------------------------------------
 
@@ -240,28 +235,23 @@ class TrainingLoop:
             publish_wait_s=self._publish_wait_s,
         )
 
-    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
+    async def _in_thread(self, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
         """Run in a worker thread; a program that was told to stop starts nothing more."""
         self._check()
-        return await trio.to_thread.run_sync(function, *arguments)
+        return await trio.to_thread.run_sync(partial(function, *arguments, **named))
 
     def _check(self) -> None:
         if self._told_to_stop.is_set():
             raise Stopped
 
-    # --- the world around -------------------------------------------------------------------------
+    # --- beside the loop ----------------------------------------------------------------------------
 
-    async def watch_signals(
-        self, scope: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
-        """Cancel `scope` at the first SIGTERM or SIGINT; worker threads end at their next check."""
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
-            task_status.started()
-            async for number in received:
-                self.signal = number
-                self._told_to_stop.set()
-                scope.cancel()
-                return
+    async def watch_cancellation(self) -> None:
+        """Tell worker threads when the program is to stop: trio cannot cancel them."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._told_to_stop.set()
 
     async def keep_status(self) -> None:
         """Write `status.json` until cancelled."""

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .resume import write_atomically
+from .files import write_atomically
 
 
 class MetricsLog:

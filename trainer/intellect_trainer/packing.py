@@ -39,7 +39,7 @@ class MicroBatch:
     stands one place before it.
     """
 
-    input_ids: Tensor  # int64 [rows, width], padded on the right
+    input_ids: Tensor  # int64 [rows, width], padded on the right, without each row's last token
     positions: Tensor  # int64 [n]
     targets: Tensor  # int64 [n]
     old_logprobs: Tensor  # float32 [n]
@@ -62,7 +62,7 @@ def pack(rows: Sequence[TrainRow], *, max_tokens: int) -> list[MicroBatch]:
     batches: list[MicroBatch] = []
     start = 0
     while start < len(order):
-        width = rows[order[start]].length
+        width = rows[order[start]].length - 1
         count = max(1, max_tokens // width)
         batches.append(_micro_batch(rows, order[start : start + count]))
         start += count
@@ -70,24 +70,23 @@ def pack(rows: Sequence[TrainRow], *, max_tokens: int) -> list[MicroBatch]:
 
 
 def _micro_batch(rows: Sequence[TrainRow], picked: Sequence[int]) -> MicroBatch:
-    width = max(rows[index].length for index in picked)
-    input_ids = np.zeros((len(picked), width), dtype=np.int64)
-    positions: list[np.ndarray] = []
-    for line, index in enumerate(picked):
-        row = rows[index]
-        input_ids[line, : row.length] = [*row.prompt_tokens, *row.completion_tokens]
-        first = line * width + len(row.prompt_tokens) - 1
-        positions.append(np.arange(first, first + len(row.completion_tokens), dtype=np.int64))
     chosen = [rows[index] for index in picked]
     lengths = [len(row.completion_tokens) for row in chosen]
-    flat = np.concatenate(positions)
+    # Nothing is predicted from a row's last token, so it does not go in.
+    width = max(row.length for row in chosen) - 1
+    input_ids = np.zeros((len(chosen), width), dtype=np.int64)
+    for line, row in enumerate(chosen):
+        input_ids[line, : row.length - 1] = [*row.prompt_tokens, *row.completion_tokens][:-1]
+    firsts = [line * width + len(row.prompt_tokens) - 1 for line, row in enumerate(chosen)]
+    positions = [np.arange(first, first + length) for first, length in zip(firsts, lengths, strict=True)]
+    targets = [token for row in chosen for token in row.completion_tokens]
+    old_logprobs = np.concatenate([row.old_logprobs for row in chosen], dtype=np.float32)
+    advantages = np.repeat(np.array([row.advantage for row in chosen], np.float32), lengths)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
-        positions=torch.from_numpy(flat),
-        targets=torch.from_numpy(input_ids.reshape(-1)[flat + 1]),
-        old_logprobs=torch.from_numpy(np.concatenate([row.old_logprobs for row in chosen]).astype(np.float32)),
-        advantages=torch.from_numpy(
-            np.repeat(np.array([row.advantage for row in chosen], dtype=np.float32), lengths)
-        ),
+        positions=torch.from_numpy(np.concatenate(positions, dtype=np.int64)),
+        targets=torch.tensor(targets),
+        old_logprobs=torch.from_numpy(old_logprobs),
+        advantages=torch.from_numpy(advantages),
         rows=tuple(picked),
     )

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from intellect_protocol.errors import ConfigError
 from torch import Tensor, nn
+
+from intellect_protocol.errors import ConfigError
 
 from .packing import MicroBatch
 
@@ -54,7 +55,7 @@ def load_policy(folder: Path, *, dtype: str, attention: str) -> nn.Module:
 
 def _check_head(model: nn.Module, folder: Path) -> None:
     """Some architectures cap or scale logits after the head; `token_statistics` would be wrong for them."""
-    ids = torch.arange(8)[None] % int(model.config.vocab_size)  # type: ignore[union-attr, operator, arg-type]
+    ids = torch.arange(8)[None] % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits.float()
         ours = _head(model)(_states(model, ids)).float()

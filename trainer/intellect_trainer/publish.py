@@ -1,8 +1,5 @@
 """Publication: from master weights to a signed checkpoint that others may fetch.
 
-    checkpoints/v{version:08d}/             safetensors in the run's dtype, configuration, tokenizer
-    checkpoints/v{version:08d}.manifest     signed manifest, written last: now the version exists
-
 A manifest that is on disk is final: the seeder may have recorded its hash on the ledger, where the first
 write wins. So it is never written again, and a trainer that comes back after a crash goes on from the
 resume checkpoint behind it, which is always older than the manifest.
@@ -10,13 +7,15 @@ resume checkpoint behind it, which is always older than the manifest.
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from torch import nn
+
 from intellect_protocol.checkpoint import (
     ManifestLimits,
     Probe,
@@ -32,33 +31,13 @@ from intellect_protocol.errors import PreflightError, WalletError
 from intellect_protocol.keys import Signer
 from intellect_protocol.run import RunConfig
 from intellect_protocol.wire import encode
-from safetensors.torch import save_file
-from torch import nn
 
+from .files import fsync_file, write_atomically
 from .journal import Journal
-from .resume import fsync_file, write_atomically
+from .layout import MAX_CHECKPOINT_BYTES, checkpoint_folder, manifest_path, published_versions
 
-_MANIFEST = re.compile(r"v(\d{8,})\.manifest")
-_MAX_CHECKPOINT_BYTES = 1 << 42
 _PROBE_TOKENS = 32
 _PROBE_STRIDE = 7919
-
-
-def checkpoint_folder(folder: Path, version: int) -> Path:
-    """Folder of a version's files."""
-    return folder / f"v{version:08d}"
-
-
-def manifest_path(folder: Path, version: int) -> Path:
-    """File of a version's signed manifest."""
-    return folder / f"v{version:08d}.manifest"
-
-
-def published_versions(folder: Path) -> list[int]:
-    """Versions whose manifest is on disk, ascending."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := _MANIFEST.fullmatch(path.name)))
 
 
 class Publisher:
@@ -155,7 +134,7 @@ class Publisher:
             publisher=self._signer.address,
         )
         signed = sign_manifest(manifest, self._signer)
-        limits = ManifestLimits(max_checkpoint_bytes=_MAX_CHECKPOINT_BYTES)
+        limits = ManifestLimits(max_checkpoint_bytes=MAX_CHECKPOINT_BYTES)
         verify_manifest(signed, self._run.run_id, self._signer.address, limits)
         return signed
 

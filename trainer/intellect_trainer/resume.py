@@ -11,8 +11,6 @@ every random choice is drawn from (seed, version). The data cursor is the journa
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -20,11 +18,13 @@ from typing import Any
 
 import msgspec
 import torch
-from intellect_protocol.checkpoint_folder import fsync_folder
-from intellect_protocol.errors import ConfigError, PreflightError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from intellect_protocol.checkpoint_folder import fsync_folder
+from intellect_protocol.errors import ConfigError, PreflightError
+
+from .files import fsync_file
 from .learner import Learner
 
 _FOLDER = re.compile(r"v(\d{8,})")
@@ -137,32 +137,3 @@ def _versions(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     return sorted(int(match[1]) for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name)))
-
-
-def fsync_file(path: Path) -> None:
-    """Make a file's content durable."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replace `path` as a whole; readers see the old or the new content.
-
-    Args:
-        durable: also survive a power cut.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    partial.rename(path)
-    if durable:
-        fsync_folder(path.parent)
-
-
-def write_json_atomically(path: Path, value: object, *, durable: bool = True) -> None:
-    """`write_atomically` of JSON."""
-    write_atomically(path, json.dumps(value, separators=(",", ":")).encode(), durable=durable)

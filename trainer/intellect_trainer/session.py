@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import nn
+
 from intellect_protocol import tensor_files
 from intellect_protocol.checkpoint import is_checkpoint_file
 from intellect_protocol.errors import ConfigError, PreflightError
@@ -19,17 +22,18 @@ from intellect_protocol.file_lock import FileLock, try_lock
 from intellect_protocol.keys import Signer
 from intellect_protocol.run import RunConfig
 from intellect_protocol.wire import sha256
-from torch import nn
 
 from . import resume
 from .config import TrainerConfig
 from .data import BatchSource
 from .evaluation import Evaluator, open_evaluator
+from .files import fsync_file
 from .journal import Journal
+from .layout import checkpoint_folder, published_versions
 from .learner import Learner
 from .metrics import MetricsLog
 from .policy import load_policy
-from .publish import Publisher, checkpoint_folder, published_versions
+from .publish import Publisher
 from .resume import TrainerState
 
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
@@ -69,8 +73,8 @@ class Session:
     publisher: Publisher
     metrics: MetricsLog
     evaluator: Evaluator | None
-    lock: FileLock
-    last_published_at: float = field(default=-math.inf)
+    last_published_at: float = -math.inf
+    resources: ExitStack = field(default_factory=ExitStack)
 
     @property
     def resume_folder(self) -> Path:
@@ -88,10 +92,8 @@ class Session:
         resume.load_parameters(self.copy, weights, "policy")
 
     def close(self) -> None:
-        """Close files."""
-        self.metrics.close()
-        self.journal.close()
-        self.lock.release()
+        """Close files and let another trainer have the data directory."""
+        self.resources.close()
 
 
 def open_session(options: RunOptions) -> Session:
@@ -103,7 +105,15 @@ def open_session(options: RunOptions) -> Session:
         PreflightError: the data directory cannot be used or another trainer uses it.
     """
     torch.set_num_threads(options.config.threads)
-    data_dir, run, config = options.data_dir, options.run, options.config
+    with ExitStack() as stack:
+        stack.enter_context(_locked(options.data_dir))
+        session = _open(options, stack)
+        # From here on the session closes what was opened.
+        session.resources = stack.pop_all()
+    return session
+
+
+def _locked(data_dir: Path) -> FileLock:
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         lock = try_lock(data_dir / "lock")
@@ -111,6 +121,11 @@ def open_session(options: RunOptions) -> Session:
         raise PreflightError(f"{data_dir}: {error.strerror or error}") from error
     if lock is None:
         raise PreflightError(f"{data_dir} is in use by another trainer")
+    return lock
+
+
+def _open(options: RunOptions, stack: ExitStack) -> Session:
+    data_dir, run, config = options.data_dir, options.run, options.config
     checkpoints = data_dir / "checkpoints"
     first = _version_zero(checkpoints, options.checkpoint)
     _check_model(first, run)
@@ -128,7 +143,11 @@ def open_session(options: RunOptions) -> Session:
             f"{state.version}: restore its `resume` folder, or start a new run"
         )
     journal = Journal(data_dir / "journal.sqlite")
+    stack.callback(journal.close)
     evaluator = open_evaluator(run, first, count=config.eval_tasks) if config.eval_tasks else None
+    publisher = Publisher(checkpoints, run, options.signer, journal, copy, keep=config.keep_checkpoints)
+    metrics = MetricsLog(data_dir, state.version)
+    stack.callback(metrics.close)
     session = Session(
         options=options,
         state=state,
@@ -136,17 +155,9 @@ def open_session(options: RunOptions) -> Session:
         copy=copy,
         journal=journal,
         source=BatchSource(options.batches, journal, run),
-        publisher=Publisher(
-            checkpoints,
-            run,
-            options.signer,
-            journal,
-            copy,
-            keep=config.keep_checkpoints,
-        ),
-        metrics=MetricsLog(data_dir, state.version),
+        publisher=publisher,
+        metrics=metrics,
         evaluator=evaluator,
-        lock=lock,
     )
     session.copy_weights()
     return session
@@ -165,7 +176,7 @@ def _version_zero(checkpoints: Path, source: Path | None) -> Path:
         partial.mkdir(parents=True)
         for path in files:
             shutil.copyfile(path, partial / path.name)
-            resume.fsync_file(partial / path.name)
+            fsync_file(partial / path.name)
         partial.rename(folder)
     except OSError as error:
         raise ConfigError(f"{source}: cannot be taken as version 0: {error.strerror or error}") from error

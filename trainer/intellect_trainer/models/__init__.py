@@ -1,1 +1,1 @@
-"""Where version 0 of a policy comes from: made on the spot (`tiny`), from a package (`smollm2`), or a folder."""
+"""Where version 0 of a policy comes from: `registry` turns `--model tiny|smollm2|PATH` into a folder."""

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from intellect_protocol.checkpoint import is_checkpoint_file
-from intellect_protocol.errors import UsageError
 from safetensors.torch import save_file
 from torch import nn
+
+from intellect_protocol.checkpoint import is_checkpoint_file
+from intellect_protocol.errors import UsageError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import platformdirs
+
 from intellect_protocol.errors import PreflightError
 
 from .folder import write_model_folder

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+
+from intellect_protocol.environments import registry
+from intellect_protocol.environments.base import Environment
+from intellect_protocol.environments.prompts import Prompts
 from intellect_protocol.errors import PreflightError
 
 from ..generation import generate
@@ -31,18 +36,6 @@ _LEARNING_RATE = 3e-3
 _CHECK_EVERY = 10
 _CHECK_TASKS = 256
 _MAX_STEPS = 3000
-
-
-class WarmUpTasks(Protocol):
-    """Train-split tasks of one environment, in token ids."""
-
-    def example(self, index: int) -> tuple[list[int], list[int]]:
-        """Prompt and right completion (stop token included) of a task."""
-        ...
-
-    def reward(self, index: int, completion: Sequence[int]) -> float:
-        """Task reward of a completion."""
-        ...
 
 
 def character_tokenizer() -> Any:
@@ -86,24 +79,51 @@ def new_model(vocab_size: int, *, eos_id: int, pad_id: int, seed: int) -> Any:
         return Qwen2ForCausalLM(config).float()
 
 
-def make_tiny(tokenizer: Any, tasks: WarmUpTasks, out: Path, *, max_tokens: int, seed: int) -> float:
+def make_tiny(environment: str, out: Path, *, max_tokens: int, seed: int) -> float:
     """Make, warm up and write the model; returns the pass rate it ended with.
 
     Args:
-        tokenizer: `character_tokenizer()`.
+        environment: name of the environment; its train split gives the examples.
         max_tokens: longest completion.
 
     Raises:
-        PreflightError: it did not learn the task.
+        UsageError: `out` exists.
+        ConfigError: no such environment.
+        PreflightError: the model did not learn the task.
     """
+    tokenizer = character_tokenizer()
     model = new_model(len(tokenizer), eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id, seed=seed)
-    rate = warm_up(model, tasks, stop_id=tokenizer.eos_token_id, max_tokens=max_tokens, seed=seed)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        prompts = Prompts(Path(folder), chat=False)
+    tasks = _Tasks(registry.make(environment), prompts, int(tokenizer.eos_token_id))
+    rate = _warm_up(model, tasks, max_tokens=max_tokens, seed=seed)
     write_model_folder(model, tokenizer, out, dtype="float32", stop_ids=[tokenizer.eos_token_id])
     return rate
 
 
-def warm_up(model: Any, tasks: WarmUpTasks, *, stop_id: int, max_tokens: int, seed: int) -> float:
-    """Train on right answers until a fifth of the sampled completions earns the full reward.
+class _Tasks:
+    """Train-split tasks of one environment, in token ids."""
+
+    def __init__(self, environment: Environment, prompts: Prompts, stop_id: int) -> None:
+        self._environment = environment
+        self._prompts = prompts
+        self.stop_id = stop_id
+
+    def example(self, index: int) -> tuple[list[int], list[int]]:
+        """Prompt and right completion, with its end."""
+        problem = self._environment.problem(index)
+        return self._prompts.encode(problem), [*self._prompts.encode_answer(problem), self.stop_id]
+
+    def passed(self, index: int, completion: Sequence[int]) -> bool:
+        """Whether a completion earns the full reward."""
+        problem = self._environment.problem(index)
+        text = self._prompts.decode(completion)
+        return self._environment.reward(problem, text, completion[-1] == self.stop_id) >= 1.0
+
+
+def _warm_up(model: Any, tasks: _Tasks, *, max_tokens: int, seed: int) -> float:
+    """Train on right answers until a fifth of the sampled completions passes.
 
     Raises:
         PreflightError: not reached within the step limit.
@@ -112,9 +132,8 @@ def warm_up(model: Any, tasks: WarmUpTasks, *, stop_id: int, max_tokens: int, se
     sampler = torch.Generator().manual_seed(seed)
     indices = _task_indices(seed)
     for step in range(1, _MAX_STEPS + 1):
-        batch = [tasks.example(index) for index in itertools.islice(indices, _BATCH)]
-        loss = _supervised_loss(model, batch)
-        loss.backward()
+        loss = _supervised_loss(model, [tasks.example(i) for i in itertools.islice(indices, _BATCH)])
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -122,10 +141,9 @@ def warm_up(model: Any, tasks: WarmUpTasks, *, stop_id: int, max_tokens: int, se
             picked = list(itertools.islice(indices, _CHECK_TASKS))
             prompts = [tasks.example(index)[0] for index in picked]
             completions = generate(
-                model, prompts, max_tokens=max_tokens, stop_ids=[stop_id], sampler=sampler
+                model, prompts, max_tokens=max_tokens, stop_ids=[tasks.stop_id], sampler=sampler
             )
-            rewards = [tasks.reward(*pair) for pair in zip(picked, completions, strict=True)]
-            rate = sum(reward >= 1.0 for reward in rewards) / len(rewards)
+            rate = sum(map(tasks.passed, picked, completions)) / len(picked)
             logger.info("warm-up step %d: loss %.3f, pass rate %.3f", step, float(loss.detach()), rate)
             if rate >= _PASS_RATE:
                 return rate
