@@ -99,18 +99,17 @@ def run_until_signal(main: Callable[[], Awaitable[None]]) -> int:
 
     async def supervised() -> int:
         received: list[int] = []
-        async with trio.open_nursery() as nursery:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with trio.open_nursery() as nursery:
 
-            async def listen(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-                with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                    task_status.started()
+                async def listen() -> None:
                     async for number in signals:
                         received.append(number)
                         nursery.cancel_scope.cancel()
 
-            await nursery.start(listen)
-            await main()
-            nursery.cancel_scope.cancel()
+                nursery.start_soon(listen)
+                await main()
+                nursery.cancel_scope.cancel()
         return errors.EXIT_INTERRUPTED if signal.SIGINT in received else errors.EXIT_OK
 
     return trio.run(supervised)

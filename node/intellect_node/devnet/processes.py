@@ -11,6 +11,7 @@ follows the life of the *thread* that forked).
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -131,19 +132,28 @@ def last_line(log: Path) -> str:
 
 
 class ProcessGroup:
-    """The devnet's roles; `watch` restarts what dies, `stop` ends everything."""
+    """The devnet's roles; `watch` restarts what dies, `stop` ends everything.
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    Args:
+        record: JSON file with the process id and the number of restarts of every role, for people
+            and tests that want to kill one.
+    """
+
+    def __init__(self, tell: Callable[[str], None], record: Path) -> None:
         self._tell = tell
+        self._record = record
         self._running: dict[str, Running] = {}
 
     def start(self, program: Program) -> None:
         """Start a role and keep it running."""
         self._running[program.name] = Running(program, start(program), time.monotonic())
+        self._write_record()
 
-    def pids(self) -> dict[str, int]:
-        """Process ids of the roles that run now."""
-        return {name: r.process.pid for name, r in self._running.items() if r.process.poll() is None}
+    def _write_record(self) -> None:
+        roles = {name: {"pid": r.process.pid, "restarts": r.restarts} for name, r in self._running.items()}
+        draft = self._record.with_suffix(".new")
+        draft.write_text(json.dumps(roles, indent=1) + "\n")
+        draft.replace(self._record)
 
     def exit_code(self, name: str) -> int | None:
         """The exit code of a role that ended for good; None while it runs or will be restarted."""
@@ -165,6 +175,7 @@ class ProcessGroup:
                         running.process = start(running.program)
                         running.started_at = now
                         running.restarts += 1
+                        self._write_record()
                     continue
                 if code in _FINAL_EXITS:
                     running.final_exit = code

@@ -8,6 +8,9 @@ from .layout import DevnetPlan, Layout, validator_names
 from .processes import Program
 from .setup import STAKE_TOKENS, coordinator_address
 
+# Two cores make all rollouts: units beyond what a step can use would only slow the trainer down.
+MAX_UNITS_AHEAD = 3
+
 
 def coordinator_program(layout: Layout, plan: DevnetPlan) -> Program:
     """Coordinator: intake, jobs, batches, slashing, dashboard."""
@@ -138,6 +141,8 @@ def node_program(layout: Layout, plan: DevnetPlan, name: str, cheat: str | None)
             "--name",
             name,
             "--pause-when-ahead",
+            "--max-units-ahead",
+            str(MAX_UNITS_AHEAD),
         ],
         layout.log(name),
     )

@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.live import Live
 
 from intellect_protocol.errors import ConfigError, IntellectError, PreflightError
+from intellect_protocol.run import load_run_config
 
+from ..config import set_default_run
 from . import roles, setup
 from .layout import (
     DevnetPlan,
@@ -64,7 +66,7 @@ class Devnet:
         self.plan = plan
         self.options = options
         self.events = events
-        self.group = ProcessGroup(events.tell)
+        self.group = ProcessGroup(events.tell, layout.root / "processes.json")
         self.interrupted = False
         self._told_events: set[tuple[int, str]] = set()
 
@@ -92,6 +94,9 @@ class Devnet:
         tell = self.events.tell
         self.group.start(setup.chain_program(self.layout, self.plan))
         await setup.prepare(self.layout, self.plan, tell)
+        if self.options.set_default:
+            path = set_default_run(load_run_config(self.layout.run_file))
+            tell(f"a bare `intellect-node join --wallet FILE` joins this devnet ({path})")
         tell(f"starting {len(role_names(self.plan)) + 1} processes")
         self.group.start(roles.coordinator_program(self.layout, self.plan))
         await setup.wait_for_port(self.layout, self.plan, "coordinator")
