@@ -153,18 +153,33 @@ class Judge:
         assert self._tasks is not None
         return self._tasks
 
+    async def prepare(self, version: int) -> None:
+        """Start the engine with a version, so that the first unit does not wait for it.
+
+        Raises:
+            IntellectError: no weights, or an engine that does not come up.
+        """
+        await self._obtain_tasks(version)
+        folder = await self._policies.obtain(version)
+        async with self._lock:
+            await self._place(version, folder)
+
+    async def _place(self, version: int, folder: Path) -> EngineClient:
+        client = await self._started()
+        if self.placed != version:
+            # Whatever happens from here on, the old version is no longer known to be in place.
+            first, self.placed = self.placed is None, None
+            await (client.load(folder) if first else client.update(folder))
+            self.placed = version
+        return client
+
     async def score(
         self, version: int, rows: Sequence[ScoreRow], sampling: Sampling, secret: bytes
     ) -> list[RowScore]:
         """Score rows under the weights of a version, fetching and placing them first where needed."""
         folder = await self._policies.obtain(version)
         async with self._lock:
-            client = await self._started()
-            if self.placed != version:
-                # Whatever happens from here on, the old version is no longer known to be in place.
-                first, self.placed = self.placed is None, None
-                await (client.load(folder) if first else client.update(folder))
-                self.placed = version
+            client = await self._place(version, folder)
             return await client.score(rows, sampling, secret=secret, deadline_s=_SCORE_DEADLINE_S)
 
     async def _started(self) -> EngineClient:

@@ -271,6 +271,11 @@ class Validator:
         while True:
             version = (await self._swarm.heads.wait_newer_than(version)).version
             await self._obtain(version)
+            if self._judge.placed is None:
+                try:
+                    await self._judge.prepare(version)
+                except IntellectError as error:
+                    logger.warning("preparing the engine: %s", error)
 
     async def _listen(self) -> None:
         """Hold the weights of refused work: its evidence may have to be replayed when nobody serves them."""
