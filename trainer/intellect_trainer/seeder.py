@@ -32,7 +32,7 @@ from intellect_protocol.checkpoint import (
 from intellect_protocol.errors import LedgerError, ManifestError, PreflightError, UnreachableError, WireError
 from intellect_protocol.file_lock import try_lock
 from intellect_protocol.keys import PeerKey, Signer
-from intellect_protocol.ledger.records import Receipt, RecordedCheckpoint
+from intellect_protocol.ledger.records import RecordedCheckpoint
 from intellect_protocol.run import RunConfig
 from intellect_protocol.wire import decode
 
@@ -52,11 +52,9 @@ class CheckpointLedger(Protocol):
 
     async def checkpoint(self, run_id: bytes, version: int) -> RecordedCheckpoint | None: ...
 
-    async def latest_version(self, run_id: bytes) -> int | None: ...
-
     async def record_checkpoint(
         self, publisher: Signer, run_id: bytes, version: int, checkpoint_hash: bytes
-    ) -> Receipt: ...
+    ) -> object: ...
 
 
 class Weights(Protocol):

@@ -39,14 +39,20 @@ _MAX_STEPS = 3000
 
 
 def character_tokenizer() -> Any:
-    """A fast tokenizer with one token per printable ASCII character and three special ones."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    """A fast tokenizer with one token per printable ASCII character and three special ones.
+
+    It is a byte-level BPE without merges: whatever the file says, transformers rebuilds a Qwen2 model's
+    tokenizer as one, from vocabulary and merges alone.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, *_CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
+    # Byte-level alphabets write the space and the newline as letters of their own.
+    characters = _CHARACTERS.replace(" ", "\u0120").replace("\n", "\u010a")
+    vocabulary = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, *characters))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
