@@ -139,17 +139,17 @@ async def test_work_is_handed_back_after_failures_of_one_kind_and_the_engine_goe
 async def test_an_engine_out_of_memory_comes_back_with_a_smaller_batch(model: Path) -> None:
     # Long prompts: what does not fit is the cache of all rows, taken in a few large pieces.
     requests = [
-        GenerateRequest([p + 1] * 300, [seed(p, s) for s in range(128)], max_tokens=6) for p in range(4)
+        GenerateRequest([p + 1] * 300, [seed(p, s) for s in range(128)], max_tokens=3) for p in range(2)
     ]
-    async with open_engine(EngineOptions(device="cpu", dtype="float32", max_rows=512)) as engine:
+    async with open_engine(EngineOptions(device="cpu", dtype="float32", max_rows=256)) as engine:
         await engine.load(model)
         used = psutil.Process(pid_of(engine)).memory_info().data  # what RLIMIT_DATA counts
-        resource.prlimit(pid_of(engine), resource.RLIMIT_DATA, (used + (160 << 20),) * 2)
+        resource.prlimit(pid_of(engine), resource.RLIMIT_DATA, (used + (80 << 20),) * 2)
         completions = await engine.generate(requests, Sampling())
-        assert [len(own) for own in completions] == [128] * 4
+        assert [len(own) for own in completions] == [128] * 2
         health = engine.health()
     assert health.restarts == 1
-    assert health.max_rows == 256
+    assert health.max_rows == 128
     assert "memory" in health.last_failure
 
 
