@@ -65,14 +65,27 @@ class Finding:
 
 
 def cheap_checks(settings: NodeConfig, run: RunConfig, data_dir: Path) -> list[Finding]:
-    """Python, protocol version, memory and disk; takes milliseconds."""
-    return [
+    """What can be looked at quickly and without a network; an accelerator asked for takes seconds."""
+    findings = [
         _check_python(sys.version_info[:3]),
         _check_protocol(run),
         _check_memory(run.terms.model),
         _check_disk(data_dir, run.terms.model, settings.retain_versions),
+        _check_engine(settings.engine),
         *_check_listen(settings),
     ]
+    if settings.device not in ("auto", "cpu"):
+        findings.append(_check_device(settings.device))
+    return findings
+
+
+def _check_engine(engine: str) -> Finding:
+    from importlib.util import find_spec
+
+    if engine == "vllm" and find_spec("vllm") is None:
+        remedy = "pip install 'intellect-node[vllm]', or use --engine torch"
+        return Finding("engine", Severity.ERROR, "the vllm engine is not installed", remedy)
+    return Finding("engine", Severity.OK, f"{engine} engine")
 
 
 def _check_python(version: tuple[int, int, int]) -> Finding:
@@ -145,8 +158,9 @@ async def doctor(
     Args:
         wallet, node: addresses, where they are known.
     """
-    findings = cheap_checks(settings, run, data_dir)
-    findings.append(await trio.to_thread.run_sync(_check_device, settings.device))
+    findings = await trio.to_thread.run_sync(cheap_checks, settings, run, data_dir)
+    if settings.device in ("auto", "cpu"):
+        findings.append(await trio.to_thread.run_sync(_check_device, settings.device))
     findings += await trio.to_thread.run_sync(_check_ports, settings)
     findings += await _check_chain(run, wallet, node)
     findings.append(await _check_coordinator(run))

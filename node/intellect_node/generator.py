@@ -92,17 +92,19 @@ class Generator:
         from intellect_protocol.engines.supervisor import open_engine
         from intellect_protocol.environments.tasks import load_tasks
 
-        self._state("waiting", "the first policy")
-        while (policy := self._follower.ready) is None:
-            heard = self._changed.listen()
-            self._state("waiting", self._follower.problem or "the first policy")
-            if self._follower.ready is None:
-                await heard.wait()
-        tasks = await trio.to_thread.run_sync(load_tasks, self._run.terms, policy.folder)
         async with open_engine(self._engine_options()) as engine:
+            policy = await self._first_policy()
+            tasks = await trio.to_thread.run_sync(load_tasks, self._run.terms, policy.folder)
             node = address_bytes(self._node.identity.node.address)
-            builder = self._factory(self._run, node, engine, tasks)
-            await self.generate_with(builder)
+            await self.generate_with(self._factory(self._run, node, engine, tasks))
+
+    async def _first_policy(self) -> Policy:
+        while True:
+            heard = self._changed.listen()
+            if self._follower.ready is not None:
+                return self._follower.ready
+            self._state("waiting", self._follower.problem or "the first policy")
+            await heard.wait()
 
     def _engine_options(self) -> EngineOptions:
         from intellect_protocol.engines.supervisor import EngineOptions
@@ -178,21 +180,22 @@ class Generator:
         head = self._follower.head_version
         if version < head - self._run.revision.window.async_level:
             return 0, f"policy {head}" + (f" ({self._follower.problem})" if self._follower.problem else "")
+        upcoming = max(head, version + 1)
         if version in self._closed:
-            return 0, f"policy {head + 1}: {self._closed[version]}"
+            return 0, f"policy {upcoming}: {self._closed[version]}"
         if self._node.entitled_since >= policy.block_number:
-            return 0, f"policy {version + 1}: this node was registered after policy {version} was recorded"
+            return 0, f"policy {upcoming}: this node was registered after policy {version} was recorded"
         if self._status.coordinator_seen_ms is None:
             return 0, "the coordinator, to learn which unit it expects"
         made, waiting, index = await trio.to_thread.run_sync(self._progress, version)
         if self._expected is not None and self._expected[0] == version:
             index = max(index, self._expected[1])
         if index >= self._run.revision.window.units_per_version:
-            return index, f"policy {head + 1}: all units of policy {version} are made"
+            return index, f"policy {upcoming}: all units of policy {version} are made"
         if waiting >= settings.max_unreceipted:
             return index, f"the coordinator: {waiting} units are not receipted ({self._outbox.last_error})"
         if settings.pause_when_ahead and version == head and made >= settings.max_units_ahead:
-            return index, f"policy {head + 1}: {made} units of policy {version} are made; training goes on"
+            return index, f"policy {upcoming}: {made} units of policy {version} are made; training goes on"
         return index, ""
 
     def _progress(self, version: int) -> tuple[int, int, int]:

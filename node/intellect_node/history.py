@@ -220,8 +220,12 @@ class History:
         """The coordinator has the unit; `receipt` (checked by the caller) is None for an abandoned one."""
         proof = b"" if receipt is None else encode(receipt)
         at_ms = now_ms if receipt is None else receipt.received_at_ms
-        change = "state = ?, receipt = ?, received_at_ms = ?, code = '', error = ''"
-        self._update(entry, change, SubmissionState.RECEIVED, proof, at_ms)
+        # A verdict may have come first (over the other service); it is the later state of the two.
+        change = (
+            "receipt = ?, received_at_ms = ?, error = '', "
+            "code = CASE state WHEN ? THEN '' ELSE code END, state = CASE state WHEN ? THEN ? ELSE state END"
+        )
+        self._update(entry, change, proof, at_ms, SIGNED, SIGNED, SubmissionState.RECEIVED)
 
     def mark_failed(self, entry: Entry, error: str, retry_at_ms: int) -> None:
         """A delivery failed and is to be tried again."""
@@ -229,8 +233,10 @@ class History:
 
     def mark_refused(self, entry: Entry, code: str, text: str) -> None:
         """The unit will never be taken."""
-        change = "state = ?, attempts = attempts + 1, code = ?, error = ?"
-        self._update(entry, change, REFUSED, code, text)
+        change = (
+            "state = CASE state WHEN ? THEN ? ELSE state END, attempts = attempts + 1, code = ?, error = ?"
+        )
+        self._update(entry, change, SIGNED, REFUSED, code, text)
 
     def _update(self, entry: Entry, change: str, *values: object) -> None:
         with self._transaction() as db:

@@ -204,6 +204,17 @@ def test_verdicts_and_cursor_are_taken_over_together_and_strangers_ignored(tmp_p
     assert open_history(tmp_path).cursor == 18
 
 
+def test_a_receipt_that_comes_after_the_verdict_does_not_undo_it(tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    entry = sign(history, 2, 0, b"content")
+    history.apply_verdicts(GetVerdictsResult([status(entry, SubmissionState.ACCEPTED)], 1, False))
+    history.mark_received(entry, Receipt(RUN, 2, 0, NODE.address_bytes, entry.file_hash, 7, b""), 8)
+    after = history.entry(2, 0)
+    assert (after.state, after.received_at_ms) == (SubmissionState.ACCEPTED, 7)
+    history.mark_refused(entry, "stale_version", "too old")
+    assert history.entry(2, 0).state == SubmissionState.ACCEPTED
+
+
 def test_only_files_of_old_accepted_units_are_pruned(tmp_path: Path) -> None:
     history = open_history(tmp_path)
     kept, dropped, refused = (sign(history, v, 0, bytes([v])) for v in (9, 1, 2))

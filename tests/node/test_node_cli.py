@@ -299,6 +299,23 @@ def test_a_run_that_needs_a_newer_protocol_ends_with_ten(
     assert "needs 999" in one_line(err)
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--device", "cuda:9"), "device cuda:9"),
+        (("--engine", "vllm"), "vllm engine is not installed"),
+    ],
+)
+def test_an_engine_that_cannot_run_here_ends_join_before_anything_is_sent(
+    invoke: Invoke, tmp_path: Path, wallet: list[str], flags: tuple[str, ...], says: str
+) -> None:
+    write_run(tmp_path / "run.toml")
+    code, _, err = invoke("join", *wallet, "--run", "run.toml", "--data-dir", "node", *flags)
+    assert code == 3
+    assert says in one_line(err)
+    assert not (tmp_path / "node" / "node.key").exists()
+
+
 def test_a_second_node_in_the_same_data_directory_is_refused(
     invoke: Invoke, tmp_path: Path, wallet: list[str]
 ) -> None:
