@@ -92,7 +92,7 @@ async def main(setup: dict[str, Any]) -> None:
         bootstrap=setup["bootstrap"],
         run_id=RUN_ID,
     )
-    config = ChunkConfig(http_host="127.0.0.1", **setup.get("config", {}))
+    config = ChunkConfig(**{"http_host": "127.0.0.1", **setup.get("config", {})})
 
     def load(path: str) -> SignedManifest:
         signed = decode(Path(path).read_bytes(), SignedManifest)

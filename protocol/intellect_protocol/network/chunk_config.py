@@ -21,8 +21,8 @@ class ChunkConfig:
     downloads: int = 32  # at once, over all peers
     links: int = 64
     dials: int = 16  # at once
-    dial_s: float = 5.0
-    dial_pause_s: float = 10.0  # before a peer that did not answer is tried again
+    dial_s: float = 10.0  # a saturated machine needs seconds for one handshake
+    dial_pause_s: float = 2.0  # before a peer that did not answer is tried again
     progress_s: float = 3.0  # within which a donor must send 16 KiB
     stalled_s: float = 60.0  # without a new chunk, then `fetch` gives up
     find_interval_s: float = 2.0  # between searches for more peers

@@ -117,6 +117,11 @@ class RemotePeer:
         self._ticket = None
         self._ask_at = now + max(0.05, busy.retry_after_s)
 
+    def end_slot(self) -> None:
+        """We said `Done` to it: it took the slot back, and the next download asks anew."""
+        self._ticket = None
+        self._ask_at = 0.0
+
     def _safe_address(self, stated: str) -> str:
         """A peer may name a public address or its own, not make us call on our private network."""
         if not stated or stated == self._address:

@@ -35,6 +35,8 @@ def check_ticket(key: bytes, run_id: bytes, token: str, now_ms: int) -> bytes | 
         raw = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
     except (ValueError, binascii.Error):
         return None
+    if base64.urlsafe_b64encode(raw).decode() != token:
+        return None  # a second spelling of the same bytes
     claim, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
     if len(claim) < 9 or len(claim) != 9 + claim[8]:
         return None

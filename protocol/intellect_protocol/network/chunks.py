@@ -215,8 +215,11 @@ class ChunkService:
         finally:
             served.fetch = None
             complete = served.have == served.everything
+            idle = all(other.fetch is None for other in self._versions.values())
             for peer in self._links:
                 peer.link.send(Done(served.checkpoint, complete))
+                if idle:
+                    peer.end_slot()
             if not complete:
                 self.withdraw(served.checkpoint)
         self._provide(served)

@@ -138,10 +138,14 @@ class VersionFetch:
         ready = []
         for peer_id, source in self._sources.items():
             peer = self._peers.get(peer_id)
-            if peer is None or source.left or not self._selection.missing & self._selection.offered(peer_id):
+            if peer is None or source.left:
+                continue
+            # Asked for even where nothing is on offer yet: an origin shows chunks to slot holders only.
+            if not peer.has_slot(now):
                 continue
             allowed = peer.max_requests(source.room(now) + source.outstanding)
-            if peer.has_slot(now) and source.outstanding < allowed:
+            offered = self._selection.missing & self._selection.offered(peer_id)
+            if offered and source.outstanding < allowed:
                 ready.append((peer, source, allowed))
         self._random.shuffle(ready)
         ready.sort(key=lambda entry: (entry[0].origin, entry[1].outstanding))
