@@ -1,8 +1,8 @@
 """`intellect-coordinator audit`: judge an evidence bundle again, on any machine, and compare the verdicts.
 
-Needs the bundle and the weights of its version, from a folder or from the swarm; no key, no coordinator.
-The weights are checked against the signed manifest in the bundle, so whoever they come from cannot sway
-the result.
+Needs the bundle and the weights of its version; no coordinator. The weights come from a folder, or from
+the swarm for whoever holds a validator's or a bound node's key (peers serve weights to nobody else). They are
+checked against the signed manifest in the bundle, so whoever they come from cannot sway the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import msgspec
 import trio
 
 from intellect_protocol.checkpoint import verify_folder
-from intellect_protocol.errors import ConfigError, IntellectError, InvalidDataError
+from intellect_protocol.errors import ConfigError, IntellectError, InvalidDataError, UsageError
+from intellect_protocol.keys import LocalSigner, PeerKey
 from intellect_protocol.messages import FindingNote
 from intellect_protocol.validation.findings import Outcome, to_notes
 
@@ -80,20 +81,26 @@ class _Folder:
 
 
 async def audit(
-    checked: CheckedEvidence, weights: Path | None, engine: EngineOptions, data_dir: Path | None = None
+    checked: CheckedEvidence,
+    engine: EngineOptions,
+    *,
+    weights: Path | None = None,
+    signer: LocalSigner | None = None,
+    data_dir: Path | None = None,
 ) -> AuditReport:
     """Judge a bundle again.
 
     Args:
-        weights: folder with the checkpoint; None fetches it from the swarm.
-        data_dir: where fetched weights go; None: a temporary directory.
+        weights: folder with the checkpoint; None fetches it from the swarm as `signer`.
+        data_dir: where fetched weights go and the peer key is; None: a temporary directory.
 
     Raises:
+        UsageError: neither a folder nor a key is given.
         ManifestError: the folder does not hold the checkpoint of the manifest.
         UnreachableError: the swarm does not answer or does not have the weights.
         IntellectError: the engine failed.
     """
-    async with _weights(checked, weights, data_dir) as folder:
+    async with _weights(checked, weights, signer, data_dir) as folder:
         await trio.to_thread.run_sync(verify_folder, folder, checked.manifest)
         evidence = checked.evidence
         async with Judge(checked.config, _Folder(folder, evidence.version), engine) as judge:
@@ -114,21 +121,23 @@ async def audit(
 
 @asynccontextmanager
 async def _weights(
-    checked: CheckedEvidence, folder: Path | None, data_dir: Path | None
+    checked: CheckedEvidence, folder: Path | None, signer: LocalSigner | None, data_dir: Path | None
 ) -> AsyncIterator[Path]:
     if folder is not None:
         yield folder
         return
-    from intellect_protocol.keys import PeerKey
+    if signer is None:
+        raise UsageError("name the weights: --weights DIR, or --key FILE to fetch them from the swarm")
     from intellect_protocol.network.swarm import SwarmOptions, open_swarm
 
     with tempfile.TemporaryDirectory(prefix="intellect-audit-") as scratch:
+        folder = data_dir or Path(scratch)
         options = SwarmOptions(
             role="client",
-            data_dir=data_dir or Path(scratch),
+            data_dir=folder,
             config=checked.config,
-            peer_key=PeerKey.create(),
-            signer=None,
+            peer_key=PeerKey.load_or_create(folder / "peer.key"),
+            signer=signer,
             weights=True,
         )
         async with open_swarm(options) as swarm:

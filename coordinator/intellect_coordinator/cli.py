@@ -119,14 +119,21 @@ def audit(
     weights: Annotated[
         Path | None, typer.Option(help="Folder with the version's checkpoint; else it is fetched.")
     ] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="Key of a validator or bound node, to fetch weights with.")
+    ] = None,
+    password_file: PasswordOption = None,
     data_dir: DataDirOption = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<index>.")] = "auto",
     json: JsonOption = False,
 ) -> None:
     """Judge the evidence of a slashing case again and compare the verdicts."""
+    from functools import partial
+
     import trio
 
     from intellect_protocol.engines.supervisor import EngineOptions
+    from intellect_protocol.keys import load_signer
 
     from .audit import audit as judge_again
     from .audit import read_bundle
@@ -134,7 +141,10 @@ def audit(
 
     checked = read_bundle(bundle)
     engine = EngineOptions(device=device, dtype=checked.config.terms.model.dtype)
-    report = trio.run(judge_again, checked, weights, engine, data_dir)
+    signer = None if key is None else load_signer(key, password_file)
+    report = trio.run(
+        partial(judge_again, checked, engine, weights=weights, signer=signer, data_dir=data_dir)
+    )
     print_audit(report, as_json=json)
     raise typer.Exit(0 if report.same else 1)
 

@@ -362,11 +362,12 @@ class CaseView(msgspec.Struct, frozen=True):
 
 
 def case_views(connection: Connection, limit: int = 100) -> list[CaseView]:
-    """The newest cases, oldest first."""
+    """The newest cases, oldest first; frauds that added nothing to a case are left out."""
     table = schema.submissions
     rows = connection.execute(
         select(_CASES, table.c.version, table.c.unit_index)
         .join(table, table.c.id == _CASES.c.submission_id)
+        .where(_CASES.c.state != CaseState.RECORDED)
         .order_by(_CASES.c.id.desc())
         .limit(limit)
     ).all()
