@@ -215,7 +215,10 @@ def _check_ports(settings: NodeConfig) -> list[Finding]:
 
 
 async def _check_chain(run: RunConfig, wallet: str | None, node: str | None) -> list[Finding]:
-    ledger = open_ledger(run)
+    try:
+        ledger = open_ledger(run)
+    except ConfigError as error:
+        return [Finding("chain", Severity.ERROR, str(error), "use the run configuration of this run")]
     try:
         await ledger.check()
         findings = [
@@ -304,6 +307,7 @@ async def examine(settings: NodeConfig, as_json: bool, report: bool) -> int:
     """
     from .config import data_dir_for
     from .prepare import obtain_run
+    from .redaction import redact
     from .whoami import local_identity
 
     run = await obtain_run(settings, lambda text: None)
@@ -326,28 +330,6 @@ async def examine(settings: NodeConfig, as_json: bool, report: bool) -> int:
     print(redact(text, run) if report else text)
     errors = [f for f in findings if f.severity is Severity.ERROR]
     return max((f.kind.exit_code for f in errors), default=0)
-
-
-def redact(text: str, run: RunConfig | None) -> str:
-    """`text` for a public report: without home directory, user name, and addresses of machine and account."""
-    import getpass
-    import re
-
-    text = text.replace(str(Path.home()), "~")
-    if run is not None:
-        known = {address.lower() for address in run.terms.ledger.contracts.values()}
-        known |= {run.terms.keys.coordinator.lower(), run.terms.keys.publisher.lower()}
-    else:
-        known = set()
-
-    def hide(match: re.Match[str]) -> str:
-        return match[0] if match[0].lower() in known else f"{match[0][:6]}...(hidden)"
-
-    text = re.sub(r"0x[0-9a-fA-F]{40}", hide, text)
-    text = re.sub(r"(?<=://)[^/\s@]+@", "(hidden)@", text)
-    text = re.sub(r"\b(?!127\.)(?:\d{1,3}\.){3}\d{1,3}\b", "(hidden)", text)
-    user = getpass.getuser()
-    return re.sub(rf"\b{re.escape(user)}\b", "(user)", text) if len(user) > 2 else text
 
 
 def _size(size_bytes: float) -> str:

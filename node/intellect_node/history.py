@@ -46,6 +46,7 @@ from .entries import (
     entry_of,
     statements,
 )
+from .unit_files import UnitFiles
 
 _LOCK_TIMEOUT_S = 10.0
 
@@ -62,11 +63,10 @@ class History:
             HistoryError: the history belongs to another node key or run, or is damaged.
             PreflightError: it cannot be opened.
         """
-        self._files = data_dir / "outbox"
         self._lock = threading.Lock()
         path = data_dir / "history.db"
         try:
-            self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._files = UnitFiles(data_dir / "outbox")
             self._db = _connect(path)
         except (OSError, sqlite3.Error) as error:
             raise PreflightError(f"{path}: {error}") from error
@@ -137,7 +137,7 @@ class History:
         known = self.entry(version, index)
         if known is not None:
             return _same_answer(known, file_hash)
-        self._write_file(version, index, file_hash, content)
+        self._files.write(version, index, file_hash, content)
         digest = work_digest(run_id, version, checkpoint_hash, index, file_hash, len(content))
         row = (
             version,
@@ -192,25 +192,6 @@ class History:
             else:
                 ready.append(entry)
         return ready, min(waiting.values(), default=None)
-
-    def content(self, entry: Entry) -> bytes:
-        """The rollout file of a signed unit.
-
-        Raises:
-            HistoryError: it is gone or changed.
-        """
-        path = self.path_of(entry)
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise HistoryError(f"{path}: {error.strerror or error}") from error
-        if sha256(content) != entry.file_hash:
-            raise HistoryError(f"{path}: not the file that was signed")
-        return content
-
-    def path_of(self, entry: Entry) -> Path:
-        """Where a unit's rollout file is, if it is kept."""
-        return self._files / _file_name(entry.version, entry.index, entry.file_hash)
 
     def mark_precommitted(self, entry: Entry, deadline_ms: int) -> None:
         """The coordinator holds the unit's deadline until then."""
@@ -327,6 +308,18 @@ class History:
 
     # Files
 
+    def path_of(self, entry: Entry) -> Path:
+        """Where a unit's rollout file is, if it is kept."""
+        return self._files.path(entry.version, entry.index, entry.file_hash)
+
+    def content(self, entry: Entry) -> bytes:
+        """The rollout file of a signed unit.
+
+        Raises:
+            HistoryError: it is gone or changed.
+        """
+        return self._files.read(entry.version, entry.index, entry.file_hash)
+
     def prune(self, keep_from_version: int) -> None:
         """Delete files of accepted units older than a version; refused ones are kept as evidence."""
         with self._reading() as db:
@@ -337,27 +330,11 @@ class History:
         for entry in map(entry_of, rows):
             self.path_of(entry).unlink(missing_ok=True)
 
-    def _write_file(self, version: int, index: int, file_hash: bytes, content: bytes) -> None:
-        path = self._files / _file_name(version, index, file_hash)
-        part = path.with_suffix(".part")
-        try:
-            with part.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-            _fsync_folder(self._files)
-        except OSError as error:
-            raise PreflightError(f"{path}: {error.strerror or error}") from error
-
     def sweep(self) -> None:
         """Remove files that were never signed: their process died first. Only for the lock's holder."""
         with self._reading() as db:
             rows = db.execute("SELECT version, idx, file_hash FROM signed").fetchall()
-        known = {_file_name(*row) for row in rows}
-        for path in self._files.iterdir():
-            if path.name not in known:
-                path.unlink(missing_ok=True)
+        self._files.keep_only(rows)
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -392,18 +369,6 @@ def _connect(path: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _file_name(version: int, index: int, file_hash: bytes) -> str:
-    return f"v{version:08d}-{index:06d}-{file_hash.hex()[:16]}.parquet"
 
 
 def _same_answer(known: Entry, file_hash: bytes) -> Entry:
