@@ -89,7 +89,8 @@ def test_commitments_cover_the_states_that_produced_the_tokens(
     kind: str, models: dict[str, Path], engines: dict[str, TorchEngine]
 ) -> None:
     request = make_requests(prompts=1, samples=1, max_tokens=70)[0]
-    completion = generate(engines[kind], [request])[0][0]
+    # Hot, so that neighbouring tokens and their states differ.
+    completion = generate(engines[kind], [request], Sampling(temperature=5.0))[0][0]
     with torch.no_grad():
         out = reference(models[kind]).base_model(torch.tensor([request.prompt + completion.tokens]))
     first = len(request.prompt) - 1
