@@ -9,7 +9,7 @@ from .processes import Program
 from .setup import STAKE_TOKENS, coordinator_address
 
 # Two cores make all rollouts: units beyond what a step can use would only slow the trainer down.
-MAX_UNITS_AHEAD = 3
+MAX_UNITS_AHEAD = 2
 
 
 def coordinator_program(layout: Layout, plan: DevnetPlan) -> Program:

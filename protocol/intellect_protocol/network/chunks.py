@@ -286,13 +286,24 @@ class ChunkService:
             self.withdraw(old.checkpoint)
         if self._discovery is not None and not served.provided:
             served.provided = True
-            self._nursery.start_soon(self._provide_in_dht, self._discovery, served.checkpoint)
+            self._nursery.start_soon(self._provide_in_dht, self._discovery, served)
 
-    async def _provide_in_dht(self, discovery: Providers, checkpoint: bytes) -> None:
+    async def _provide_in_dht(self, discovery: Providers, served: _Served) -> None:
+        """Put our record into the DHT: an origin at once, others if the version lasts.
+
+        A record costs dozens of streams; a version that is replaced within seconds reaches everybody
+        over the links that exist, and newcomers ask for the newest one.
+        """
+        if not self._origin:
+            await trio.sleep(self._config.provide_delay_s * self._random.uniform(1.0, 2.0))
+            newest = max((other.manifest.version for other in self._versions.values()), default=-1)
+            if served.checkpoint not in self._versions or served.manifest.version < newest:
+                served.provided = False
+                return
         try:
-            await discovery.provide(checkpoint)
+            await discovery.provide(served.checkpoint)
         except IntellectError as error:
-            logger.debug("providing %s: %s", checkpoint.hex()[:16], error)
+            logger.debug("providing %s: %s", served.checkpoint.hex()[:16], error)
 
     async def _find_peers(self, served: _Served, providers: list[PeerAddress]) -> None:
         while True:
@@ -300,6 +311,8 @@ class ChunkService:
                 self._links.dial(where.peer_id, where)
             for row in self._host.peers():
                 self._links.dial(row.peer_id)
+            # Mostly the peers at hand are enough and the download is over before this look-up.
+            await trio.sleep(self._config.find_interval_s * self._random.uniform(0.5, 1.0))
             if self._discovery is not None:
                 try:
                     found = await self._discovery.find_providers(served.checkpoint, _FIND_DEADLINE_S)
@@ -308,7 +321,6 @@ class ChunkService:
                 else:
                     for where in found:
                         self._links.dial(where.peer_id, where)
-            await trio.sleep(self._config.find_interval_s * self._random.uniform(0.75, 1.25))
 
     # What we tell peers
 
