@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,8 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _rows(seed: int, count: int = 6) -> list[TrainRow]:
     rng = np.random.default_rng(seed)
     rows = []
+    prompt = rng.integers(3, 99, size=rng.integers(1, 9)).tolist()
     for _ in range(count):
-        prompt, length = rng.integers(3, 99, size=rng.integers(1, 9)).tolist(), int(rng.integers(1, 7))
+        length = int(rng.integers(1, 7))
         rows.append(
             TrainRow(
                 prompt,
@@ -50,55 +52,78 @@ def _weights(learner: Learner) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in learner.policy.parameters()])
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=1, max_size=30), st.integers(1, 60)
-)
-def test_packing_puts_every_completion_token_into_one_micro_batch(shapes, max_tokens) -> None:
-    tokens = iter(range(1, 10_000))
-    rows = [
-        TrainRow(
-            [next(tokens) for _ in range(prompt)],
-            [next(tokens) for _ in range(completion)],
-            np.arange(completion, dtype=np.float32) + 100 * index,
-            float(index),
-        )
-        for index, (prompt, completion) in enumerate(shapes)
-    ]
-    batches = pack(rows, max_tokens=max_tokens)
-    assert sorted(index for batch in batches for index in batch.rows) == list(range(len(rows)))
-    for batch in batches:
-        assert batch.input_ids.numel() <= max_tokens or len(batch.rows) == 1
-        expected = [token for index in batch.rows for token in rows[index].completion_tokens]
-        assert batch.targets.tolist() == expected
-        before = [
-            token
-            for index in batch.rows
-            for token in [*rows[index].prompt_tokens, *rows[index].completion_tokens][
-                len(rows[index].prompt_tokens) - 1 : -1
+def _by_group(seed: int) -> list[list[TrainRow]]:
+    """Groups of rows that share their prompt, of all kinds of lengths."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for _ in range(rng.integers(1, 5)):
+        prompt = rng.integers(3, 99, size=rng.integers(1, 12)).tolist()
+        lengths = rng.integers(1, 9, size=rng.integers(1, 6)).tolist()
+        groups.append(
+            [
+                TrainRow(
+                    prompt,
+                    rng.integers(3, 99, size=length).tolist(),
+                    rng.normal(size=length).astype(np.float32),
+                    float(rng.normal()),
+                )
+                for length in lengths
             ]
-        ]
-        assert batch.input_ids.flatten()[batch.positions].tolist() == before
-        assert batch.old_logprobs.tolist() == [v for i in batch.rows for v in rows[i].old_logprobs.tolist()]
-        assert batch.advantages.tolist() == [
-            rows[i].advantage for i in batch.rows for _ in rows[i].completion_tokens
-        ]
+        )
+    return groups
 
 
-def test_log_probs_and_entropies_are_those_of_each_row_alone(folder) -> None:
-    model = load_policy(folder, dtype="float32", attention="sdpa")
-    rows = _rows(1)
-    with torch.no_grad():
-        for batch in pack(rows, max_tokens=10_000):
-            logprobs, entropies = token_statistics(model, batch, temperature=0.7)
-            expected_logprobs, expected_entropies = [], []
-            for index in batch.rows:
-                ids = torch.tensor([[*rows[index].prompt_tokens, *rows[index].completion_tokens]])
+@given(st.integers(0, 2**32 - 1), st.integers(1, 80), st.integers(0, 40))
+def test_packing_puts_every_completion_token_into_one_micro_batch(seed, max_tokens, shared_width) -> None:
+    groups = _by_group(seed)
+    found = []
+    for batch in pack(groups, max_tokens=max_tokens, shared_width=shared_width):
+        lines, width = batch.input_ids.shape
+        assert lines * width <= max_tokens or lines == 1
+        assert batch.visible is None or width <= shared_width
+        found += zip(
+            batch.targets.tolist(), batch.old_logprobs.tolist(), batch.advantages.tolist(), strict=True
+        )
+    expected = [
+        (token, float(old), float(np.float32(row.advantage)))
+        for group in groups
+        for row in group
+        for token, old in zip(row.completion_tokens, row.old_logprobs, strict=True)
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_log_probs_and_entropies_are_those_of_each_row_alone(folder, attention) -> None:
+    model = load_policy(folder, dtype="float32", attention=attention)
+    for seed, shared_width, max_tokens in ((1, 0, 10_000), (2, 256, 10_000), (3, 30, 60), (4, 256, 10)):
+        groups = _by_group(seed)
+        found, expected = [], []
+        with torch.no_grad():
+            for batch in pack(groups, max_tokens=max_tokens, shared_width=shared_width):
+                logprobs, entropies = token_statistics(model, batch, temperature=0.7)
+                found += zip(batch.old_logprobs.tolist(), logprobs.tolist(), entropies.tolist(), strict=True)
+            for row in [row for group in groups for row in group]:
+                ids = torch.tensor([[*row.prompt_tokens, *row.completion_tokens]])
                 log_p = torch.log_softmax(model(input_ids=ids).logits[0].double() / 0.7, dim=-1)
-                for at in range(len(rows[index].prompt_tokens), ids.shape[1]):
-                    expected_logprobs.append(float(log_p[at - 1, ids[0, at]]))
-                    expected_entropies.append(-float((log_p[at - 1].exp() * log_p[at - 1]).sum()))
-            np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
-            np.testing.assert_allclose(entropies, expected_entropies, atol=1e-5)
+                for old, at in zip(
+                    row.old_logprobs, range(len(row.prompt_tokens), ids.shape[1]), strict=True
+                ):
+                    entropy = -float((log_p[at - 1].exp() * log_p[at - 1]).sum())
+                    expected.append((float(old), float(log_p[at - 1, ids[0, at]]), entropy))
+        # The old log-probs are distinct, so sorting pairs each token with itself.
+        np.testing.assert_allclose(sorted(found), sorted(expected), atol=1e-5)
+
+
+def test_sharing_a_prompt_changes_neither_loss_nor_gradient(folder, monkeypatch) -> None:
+    groups = _by_group(5)
+    shared, alone = (_learner(folder, updates_per_step=1, max_grad_norm=1e9) for _ in range(2))
+    ours = shared.step(groups, version=1)
+    monkeypatch.setattr("intellect_trainer.learner.pack", partial(pack, shared_width=0))
+    theirs = alone.step(groups, version=1)
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+    assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+    torch.testing.assert_close(_weights(shared), _weights(alone), rtol=0, atol=2e-6)
 
 
 def test_an_update_does_not_depend_on_how_the_batch_is_cut(folder) -> None:
@@ -135,8 +160,8 @@ def test_an_update_that_is_not_finite_is_skipped_and_said(folder, bad) -> None:
 
 
 def test_a_skipped_update_is_logged(folder, caplog) -> None:
-    rows = [TrainRow([5], [6], np.float32([-1]), float("nan")), *_rows(3)]
-    _learner(folder, updates_per_step=1).step([rows], version=7)
+    bad = [TrainRow([5], [6], np.float32([-1]), float("nan"))]
+    _learner(folder, updates_per_step=1).step([bad, _rows(3)], version=7)
     assert "version 7: an update was skipped, its loss is nan" in caplog.text
 
 
@@ -151,7 +176,7 @@ def test_a_better_sample_becomes_more_probable(folder) -> None:
     good, bad = [10, 11, 1], [12, 13, 1]
 
     def logprob(tokens: list[int]) -> float:
-        (batch,) = pack([TrainRow([5, 6], tokens, np.zeros(3, np.float32), 0.0)], max_tokens=100)
+        (batch,) = pack([[TrainRow([5, 6], tokens, np.zeros(3, np.float32), 0.0)]], max_tokens=100)
         with torch.no_grad():
             return float(token_statistics(learner.policy, batch, temperature=1.0)[0].sum())
 

@@ -92,9 +92,8 @@ class Learner:
         skipped = 0
         rate = self.learning_rate()
         for part in parts:
-            rows = [row for index in part for row in groups[index]]
             rate = self.learning_rate()
-            loss, norm, of_update = self._update(rows, rate, check)
+            loss, norm, of_update = self._update([groups[index] for index in part], rate, check)
             if math.isfinite(loss) and math.isfinite(norm):
                 losses.append(loss)
                 norms.append(norm)
@@ -121,14 +120,14 @@ class Learner:
         )
 
     def _update(
-        self, rows: Sequence[TrainRow], rate: float, check: Callable[[], None]
+        self, groups: Sequence[Sequence[TrainRow]], rate: float, check: Callable[[], None]
     ) -> tuple[float, float, list[LossSums]]:
         """One optimizer update; returns loss, gradient norm before clipping, and sums for metrics."""
         self.optimizer.zero_grad(set_to_none=True)
-        total = sum(len(row.completion_tokens) for row in rows)
+        total = sum(len(row.completion_tokens) for group in groups for row in group)
         loss_sum = 0.0
         sums = []
-        for batch in pack(rows, max_tokens=self._config.micro_batch_tokens):
+        for batch in pack(groups, max_tokens=self._config.micro_batch_tokens):
             check()
             loss, part = self._loss(batch, total)
             loss.backward()  # type: ignore[no-untyped-call]

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from intellect_protocol.errors import ConfigError
 
-from .packing import MicroBatch
+from .packing import MicroBatch, TrainRow, pack
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -49,24 +50,41 @@ def load_policy(folder: Path, *, dtype: str, attention: str) -> nn.Module:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{folder}: cannot be loaded as a causal language model: {first_line}") from error
     model.eval()
-    _check_head(model, folder)
+    _check(model, folder)
     return model
 
 
-def _check_head(model: nn.Module, folder: Path) -> None:
-    """Some architectures cap or scale logits after the head; `token_statistics` would be wrong for them."""
-    ids = torch.arange(8)[None] % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+def _check(model: nn.Module, folder: Path) -> None:
+    """Some architectures cap or scale logits after the head, or make their own attention masks.
+
+    `token_statistics` would be wrong for them, so it is compared with the model's plain forward pass.
+    """
+    vocab_size = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    tokens = [token % vocab_size for token in range(3, 13)]
+    completions = [tokens[4:7], tokens[6:10]]
+    group = [TrainRow(tokens[:4], row, np.zeros(len(row), np.float32), 0.0) for row in completions]
+    expected = []
     with torch.no_grad():
-        whole = model(input_ids=ids, use_cache=False).logits.float()
-        ours = _head(model)(_states(model, ids)).float()
-    if not torch.allclose(whole, ours, rtol=1e-2, atol=1e-2):
-        raise ConfigError(f"{folder}: logits are not a plain product with the LM head; not supported")
+        (batch,) = pack([group], max_tokens=1 << 20)
+        ours, _ = token_statistics(model, batch, temperature=1.0)
+        for row in group:
+            ids = torch.tensor([[*row.prompt_tokens, *row.completion_tokens]])
+            log_p = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), dim=-1)
+            expected += [log_p[at - 1, ids[0, at]] for at in range(4, ids.shape[1])]
+    if not torch.allclose(ours, torch.stack(expected), rtol=0.02, atol=0.1):
+        raise ConfigError(f"{folder}: this architecture is not supported: its log-probs cannot be reproduced")
 
 
-def _states(model: Any, input_ids: Tensor) -> Tensor:
-    """[rows, width, hidden] final hidden states."""
-    states: Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-    return states
+def _states(model: Any, batch: MicroBatch) -> Tensor:
+    """[lines * width, hidden] final hidden states."""
+    mask = batch.visible
+    if mask is not None and model.config._attn_implementation == "eager":
+        # The eager kernel adds its mask.
+        mask = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    states: Tensor = model.base_model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask, use_cache=False
+    ).last_hidden_state
+    return states.flatten(0, 1)
 
 
 def _head(model: Any) -> nn.Module:
@@ -88,7 +106,7 @@ def token_statistics(model: nn.Module, batch: MicroBatch, *, temperature: float)
         [n] log-softmax(logits / T) of the tokens and [n] entropy of that distribution in nats, both
         float32, with gradient where gradients are on.
     """
-    states = _states(model, batch.input_ids).flatten(0, 1)[batch.positions]
+    states = _states(model, batch)[batch.positions]
     logits = _head(model)(states).float() / temperature
     logprobs, entropies = _TokenStatistics.apply(logits, batch.targets)  # type: ignore[no-untyped-call]
     return logprobs, entropies
