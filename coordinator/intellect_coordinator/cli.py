@@ -54,7 +54,6 @@ def serve(
 ) -> None:
     """Run the coordinator: take in work, hand out jobs, carry cases and work roots to the ledger."""
     from .config import load_coordinator_config, service_options
-    from .service import serve as serve_until_cancelled
 
     settings = load_coordinator_config(
         config,
@@ -73,6 +72,9 @@ def serve(
     )
     options = service_options(settings.value)
     _log()
+
+    from .service import serve as serve_until_cancelled
+
     raise typer.Exit(run_until_signal(lambda: serve_until_cancelled(options)))
 
 
@@ -92,7 +94,6 @@ def validate(
 ) -> None:
     """Run a validator: judge submissions, replay the evidence of cases, sign work roots."""
     from .config import load_validator_config, validator_options
-    from .validator import validate as validate_until_cancelled
 
     settings = load_validator_config(
         config,
@@ -110,6 +111,9 @@ def validate(
     )
     options = validator_options(settings.value, os.environ)
     _log()
+
+    from .validator import validate as validate_until_cancelled
+
     raise typer.Exit(run_until_signal(lambda: validate_until_cancelled(options)))
 
 

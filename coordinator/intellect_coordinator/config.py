@@ -123,15 +123,17 @@ def service_options(config: CoordinatorConfig) -> ServiceOptions:
     Raises:
         UsageError, ConfigError, WalletError: run or key are missing or wrong.
     """
+    run = open_run(config.run)
+    signer = open_key(config.key, config.password_file)
+    data_dir = data_dir_of(config, run, "coordinator")
+
     from .intake import IntakeLimits
     from .job_desk import DeskLimits
     from .service import ServiceOptions
 
-    run = open_run(config.run)
-    data_dir = data_dir_of(config, run, "coordinator")
     return ServiceOptions(
         run=run,
-        signer=open_key(config.key, config.password_file),
+        signer=signer,
         data_dir=data_dir,
         batches=config.batches or data_dir / "batches",
         database=config.database,
@@ -147,14 +149,16 @@ def service_options(config: CoordinatorConfig) -> ServiceOptions:
 
 def validator_options(config: ValidatorConfig, environ: Mapping[str, str]) -> ValidatorOptions:
     """What `validate` runs with. Errors as `service_options`."""
+    run = open_run(config.run)
+    signer = open_key(config.key, config.password_file)
+
     from intellect_protocol.engines.supervisor import EngineOptions
 
     from .validator import ValidatorOptions
 
-    run = open_run(config.run)
     return ValidatorOptions(
         run=run,
-        signer=open_key(config.key, config.password_file),
+        signer=signer,
         data_dir=data_dir_of(config, run, "validator"),
         listen=config.listen,
         judge=config.judge,
