@@ -93,6 +93,10 @@ def join(
     max_units_ahead: Annotated[
         int | None, typer.Option(min=1, help="How many units are enough for --pause-when-ahead.")
     ] = None,
+    ahead_pause_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which such a pause allows one unit more."),
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Join a run and work for it until stopped (Ctrl-C)."""
@@ -110,6 +114,7 @@ def join(
         name=name,
         pause_when_ahead=pause_when_ahead,
         max_units_ahead=max_units_ahead,
+        ahead_pause_s=ahead_pause_s,
     ).value
     from .prepare import prepared_node
 

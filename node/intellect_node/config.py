@@ -64,8 +64,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     data_port: Port = 0  # TCP port of the chunk server; 0: any free one
 
     max_unreceipted: Positive = 8  # units made but not yet receipted; then generation waits
-    pause_when_ahead: bool = False  # wait for the next version after `max_units_ahead` receipted units
+    pause_when_ahead: bool = False  # wait for the next version after `max_units_ahead` units of one
     max_units_ahead: Positive = 4
+    ahead_pause_s: Seconds | None = None  # after so long make one unit more all the same; None: never
     retain_versions: Positive = 5  # versions whose weights are kept and served (SHARDCAST keeps 5)
     keep_files_versions: Positive = 16  # versions for which accepted rollout files are kept
     heartbeat_s: Seconds = 5.0

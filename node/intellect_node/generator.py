@@ -10,6 +10,7 @@ is still submitted: it was made within the run's async level.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -70,6 +71,7 @@ class Generator:
         self._factory = builder_factory
         self._closed: dict[int, str] = {}  # version -> why no more units of it can be made
         self._expected: tuple[int, int] | None = None
+        self._extra = 0  # units of the loaded version beyond `max_units_ahead`
         self.speed = Speed()
 
     def close_version(self, version: int, reason: str) -> None:
@@ -141,7 +143,12 @@ class Generator:
             index, reason = await self._next_unit(loaded)
             if reason:
                 self._state("paused", reason)
-                await heard.wait()
+                pause_s = self._settings.ahead_pause_s
+                with trio.move_on_after(math.inf if pause_s is None else pause_s):
+                    await heard.wait()
+                    continue
+                # The head has not moved for a while: the trainer may find too few groups of use.
+                self._extra += 1
                 continue
             self._state("generating", "")
             try:
@@ -171,6 +178,7 @@ class Generator:
                 self._status.version = -1
                 return None
         self._status.version = policy.version
+        self._extra = 0
         self._status.device, self._status.dtype = builder.engine.info.device, builder.engine.info.dtype
         return policy
 
@@ -194,9 +202,15 @@ class Generator:
             return index, f"policy {upcoming}: all units of policy {version} are made"
         if waiting >= settings.max_unreceipted:
             return index, f"the coordinator: {waiting} units are not receipted ({self._outbox.last_error})"
-        if settings.pause_when_ahead and version == head and made >= settings.max_units_ahead:
+        if self._is_ahead(version, made):
             return index, f"policy {upcoming}: {made} units of policy {version} are made; training goes on"
         return index, ""
+
+    def _is_ahead(self, version: int, made: int) -> bool:
+        settings = self._settings
+        if not settings.pause_when_ahead or version != self._follower.head_version:
+            return False
+        return made >= settings.max_units_ahead + self._extra
 
     def _progress(self, version: int) -> tuple[int, int, int]:
         """Units of a version that were made; units of all versions not receipted; next index."""

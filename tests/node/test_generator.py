@@ -342,3 +342,12 @@ async def test_a_version_that_is_not_on_the_ledger_is_no_policy(tmp_path: Path) 
     with pytest.raises(ManifestError, match="not on the ledger"):
         await node.follower.obtain(1)
     assert msgspec.structs.asdict(node.settings)["engine"] == "torch"
+
+
+async def test_a_pause_for_being_ahead_allows_one_unit_more_now_and_then(tmp_path: Path) -> None:
+    """Rollouts that the trainer cannot use must not stop the run: the head would never move again."""
+    node = Node(tmp_path, pause_when_ahead=True, max_units_ahead=1, ahead_pause_s=0.01, max_unreceipted=100)
+    async with node.working():
+        node.swarm.publish(1)
+        await node.until(lambda: len(node.made()) >= 3)
+        assert {version for version, _ in node.made()} == {1}

@@ -31,6 +31,7 @@ def cheat(
     name: Annotated[str, typer.Option()] = "",
     pause_when_ahead: Annotated[bool, typer.Option("--pause-when-ahead")] = False,
     max_units_ahead: Annotated[int, typer.Option()] = 4,
+    ahead_pause_s: Annotated[float | None, typer.Option()] = None,
 ) -> None:
     """Join a run and cheat until slashed or stopped."""
     settings = settings_from(
@@ -44,6 +45,7 @@ def cheat(
         name=name,
         pause_when_ahead=pause_when_ahead,
         max_units_ahead=max_units_ahead,
+        ahead_pause_s=ahead_pause_s,
     ).value
     from ..daemon import NodeDaemon
     from ..prepare import prepared_node

@@ -10,6 +10,7 @@ from .setup import STAKE_TOKENS, coordinator_address
 
 # Two cores make all rollouts: units beyond what a step can use would only slow the trainer down.
 MAX_UNITS_AHEAD = 2
+AHEAD_PAUSE_S = 2.0
 
 
 def coordinator_program(layout: Layout, plan: DevnetPlan) -> Program:
@@ -143,6 +144,8 @@ def node_program(layout: Layout, plan: DevnetPlan, name: str, cheat: str | None)
             "--pause-when-ahead",
             "--max-units-ahead",
             str(MAX_UNITS_AHEAD),
+            "--ahead-pause-s",
+            str(AHEAD_PAUSE_S),
         ],
         layout.log(name),
     )
