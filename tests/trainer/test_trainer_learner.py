@@ -15,7 +15,7 @@ from micro_run import CONFIG, make_model
 
 from intellect_trainer.learner import Learner
 from intellect_trainer.packing import TrainRow, pack
-from intellect_trainer.policy import load_policy, token_statistics
+from intellect_trainer.policy import load_policy, token_logprobs, token_statistics
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,7 @@ def test_log_probs_and_entropies_are_those_of_each_row_alone(folder, attention) 
         with torch.no_grad():
             for batch in pack(groups, max_tokens=max_tokens, shared_width=shared_width):
                 logprobs, entropies = token_statistics(model, batch, temperature=0.7)
+                np.testing.assert_allclose(token_logprobs(model, batch, temperature=0.7), logprobs, atol=1e-5)
                 found += zip(batch.old_logprobs.tolist(), logprobs.tolist(), entropies.tolist(), strict=True)
             for row in [row for group in groups for row in group]:
                 ids = torch.tensor([[*row.prompt_tokens, *row.completion_tokens]])

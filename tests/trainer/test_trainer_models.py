@@ -88,7 +88,7 @@ def test_warm_up_reaches_the_pass_rate_on_train_tasks_only(tmp_path, monkeypatch
 
     monkeypatch.setattr(registry, "make", lambda name: Watched())
     rate = tiny.make_tiny("watched", tmp_path / "out", max_tokens=4, seed=0)
-    assert rate >= 0.2
+    assert rate >= 0.3
     assert seen
     assert not seen & held_out
 

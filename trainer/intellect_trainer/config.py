@@ -102,7 +102,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     # SmolLM2-135M-Instruct on one-digit sums.
     "smollm2": {
         "groups_per_step": 16, "updates_per_step": 1, "learning_rate": 1e-5, "beta2": 0.95,
-        "warmup_updates": 5, "micro_batch_tokens": 2048,
+        "warmup_updates": 5, "micro_batch_tokens": 1024,
         "eval_every": 5, "eval_tasks": 64, "fill_timeout_s": 60.0, "min_groups": 4,
     },
 }  # fmt: skip

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .config import TrainerConfig
 from .loss import LossSums, LossTerms, grpo_loss
 from .packing import MicroBatch, TrainRow, pack
-from .policy import precision, token_statistics
+from .policy import precision, token_logprobs, token_statistics
 
 logger = logging.getLogger(__name__)
 
@@ -145,12 +145,11 @@ class Learner:
     def _loss(self, batch: MicroBatch, total_tokens: int) -> tuple[Tensor, LossSums]:
         with precision(self._config.dtype):
             logprobs, entropies = token_statistics(self.policy, batch, temperature=self._temperature)
-            with torch.no_grad():
-                reference = (
-                    token_statistics(self.reference, batch, temperature=self._temperature)[0]
-                    if self._config.kl_coefficient
-                    else logprobs.detach()
-                )
+            reference = (
+                token_logprobs(self.reference, batch, temperature=self._temperature)
+                if self._config.kl_coefficient
+                else logprobs.detach()
+            )
         return grpo_loss(
             logprobs,
             batch.old_logprobs,

@@ -106,10 +106,22 @@ def token_statistics(model: nn.Module, batch: MicroBatch, *, temperature: float)
         [n] log-softmax(logits / T) of the tokens and [n] entropy of that distribution in nats, both
         float32, with gradient where gradients are on.
     """
-    states = _states(model, batch)[batch.positions]
-    logits = _head(model)(states).float() / temperature
+    logits = _logits(model, batch, temperature)
     logprobs, entropies = _TokenStatistics.apply(logits, batch.targets)  # type: ignore[no-untyped-call]
     return logprobs, entropies
+
+
+@torch.no_grad()
+def token_logprobs(model: nn.Module, batch: MicroBatch, *, temperature: float) -> Tensor:
+    """The log-probs of `token_statistics` alone, without gradient."""
+    logits = _logits(model, batch, temperature)
+    return logits.gather(1, batch.targets[:, None])[:, 0] - logits.logsumexp(dim=-1)
+
+
+def _logits(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
+    """[n, vocabulary] float32 logits / T."""
+    logits: Tensor = _head(model)(_states(model, batch)[batch.positions]).float()
+    return logits if temperature == 1 else logits / temperature
 
 
 class _TokenStatistics(torch.autograd.Function):
