@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 import trio
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import Connection, func, insert, select
 
 from intellect_protocol.errors import RefusedError
 from intellect_protocol.keys import Signer, address_bytes, receipt_digest
@@ -37,7 +37,7 @@ from intellect_protocol.validation.admission import WindowState, check_window, c
 from intellect_protocol.validation.findings import Finding
 from intellect_protocol.wire import sha256
 
-from . import jobs, schema, submissions
+from . import jobs, precommits, schema, submissions
 from .blobs import BlobStore
 from .standing import Standing
 from .store import Record, Store
@@ -113,7 +113,7 @@ class Intake:
         now = self._clock_ms()
         if submissions.find(connection, unit) is not None:
             raise RefusedError("already_submitted", f"unit {unit.version}/{unit.index} is submitted already")
-        held = _open_precommit(connection, unit, now)
+        held = precommits.held(connection, unit, now)
         if held is not None:
             if (held.file_hash, held.size_bytes) != (message.file_hash, message.size_bytes):
                 raise RefusedError(
@@ -127,23 +127,8 @@ class Intake:
         # Uploads may overlap, so a promise may run a little ahead of the order.
         self._check_window(unit, unit.index if 0 <= ahead < _PRECOMMITS_AHEAD else expected)
         self._check_cap(connection, owner, unit.version, ahead=max(ahead, 0))
-        table = schema.precommits
-        connection.execute(
-            delete(table).where(
-                table.c.node == unit.node, table.c.version == unit.version, table.c.unit_index == unit.index
-            )
-        )
         deadline = now + int(self._window.precommit_ttl_s * 1000)
-        connection.execute(
-            insert(table).values(
-                node=unit.node,
-                version=unit.version,
-                unit_index=unit.index,
-                file_hash=message.file_hash,
-                size_bytes=message.size_bytes,
-                deadline_ms=deadline,
-            )
-        )
+        precommits.hold(connection, unit, message.file_hash, message.size_bytes, deadline)
         return deadline
 
     async def submit(self, node: str, message: Submit, body: bytes) -> Receipt:
@@ -233,7 +218,7 @@ class Intake:
 
     def _check_admission(self, connection: Connection, new: NewSubmission, now: int) -> None:
         unit = new.unit
-        held = _open_precommit(connection, unit, now)
+        held = precommits.held(connection, unit, now)
         if held is not None and (held.file_hash, held.size_bytes) != (new.file_hash, new.size_bytes):
             raise RefusedError(
                 "conflicting_precommit",
@@ -348,15 +333,3 @@ def refuse(findings: list[Finding]) -> None:
     for finding in findings:
         retry_after_s = _SOON_S if finding.code == "future_version" else None
         raise RefusedError(finding.code, finding.text, retry_after_s)
-
-
-def _open_precommit(connection: Connection, unit: Unit, now: int) -> Record | None:
-    table = schema.precommits
-    return connection.execute(
-        select(table).where(
-            table.c.node == unit.node,
-            table.c.version == unit.version,
-            table.c.unit_index == unit.index,
-            table.c.deadline_ms >= now,
-        )
-    ).one_or_none()

@@ -12,9 +12,7 @@ the whole process may be killed at any point and started again.
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -47,6 +45,7 @@ from intellect_protocol.messages import (
 from intellect_protocol.run import RunConfig
 
 from . import schema, submissions
+from .background import patiently, repeat, run_child
 from .batches import BatchStore
 from .blobs import BlobStore
 from .intake import Intake, IntakeLimits, now_ms
@@ -64,9 +63,7 @@ if TYPE_CHECKING:
     from intellect_protocol.network.rpc_server import Call, Reply
     from intellect_protocol.network.swarm import Swarm
 
-_POLL_S = 1.0
 _MAX_NOTICES = 256
-_STARTUP_CHAIN_S = 120.0
 
 logger = logging.getLogger(__name__)
 
@@ -169,9 +166,9 @@ class Coordinator:
             nursery.start_soon(self._gossip)
             if self._options.web_port is not None:
                 nursery.start_soon(self._serve_web)
-            nursery.start_soon(_repeat, "following the ledger", self._follow_ledger)
-            nursery.start_soon(_repeat, "reading the trainer's outcomes", self._take_outcomes)
-            nursery.start_soon(_repeat, "writing the status", self._write_status)
+            nursery.start_soon(repeat, "following the ledger", self._follow_ledger)
+            nursery.start_soon(repeat, "reading the trainer's outcomes", self._take_outcomes)
+            nursery.start_soon(repeat, "writing the status", self._write_status)
 
     # --- nodes -----------------------------------------------------------------------------------
 
@@ -302,39 +299,10 @@ class Coordinator:
         return (book.active(owner) + book.unbonding(owner)) / 1e18
 
 
-async def run_child(arguments: list[str]) -> int:
-    """Run this program as a child whose standard input stays open as long as we live; its exit status."""
-    process = await trio.lowlevel.open_process(
-        [sys.executable, "-m", "intellect_coordinator", *arguments], stdin=subprocess.PIPE
-    )
-    try:
-        return await process.wait()
-    finally:
-        process.kill()  # it only reads: there is nothing to finish
-        with trio.CancelScope(shield=True):
-            await process.wait()
-            if process.stdin is not None:
-                await process.stdin.aclose()
-
-
 def _reply(result: msgspec.Struct, body: Path | None = None) -> Reply:
     from intellect_protocol.network.rpc_server import Reply
 
     return Reply(result, body)
-
-
-async def _repeat(what: str, step: Callable[[], Awaitable[None]]) -> None:
-    """Do `step` each second; its failures are said once each and do not end anything."""
-    last = ""
-    while True:
-        try:
-            await step()
-            last = ""
-        except (IntellectError, OSError) as error:
-            if str(error) != last:
-                last = str(error)
-                logger.warning("%s: %s", what, error)
-        await trio.sleep(_POLL_S)
 
 
 def _is_evidence(connection: Connection, digest: bytes) -> bool:
@@ -383,24 +351,10 @@ async def open_coordinator(options: ServiceOptions) -> AsyncIterator[Coordinator
             async with open_swarm(swarm_options) as swarm:
                 coordinator = Coordinator(options, swarm, store)
                 coordinator.register()
-                await _patiently(coordinator.standing.open)
+                await patiently(coordinator.standing.open)
                 yield coordinator
         finally:
             store.close()
-
-
-async def _patiently(step: Callable[[], Awaitable[None]]) -> None:
-    """Repeat a first step while the chain is still coming up."""
-    from intellect_protocol.errors import UnreachableError
-
-    deadline = trio.current_time() + _STARTUP_CHAIN_S
-    while True:
-        try:
-            return await step()
-        except UnreachableError:
-            if trio.current_time() > deadline:
-                raise
-            await trio.sleep(_POLL_S)
 
 
 async def serve(options: ServiceOptions) -> None:

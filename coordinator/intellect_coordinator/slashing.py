@@ -23,7 +23,6 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol
 
-import msgspec
 import trio
 from sqlalchemy import Connection, func, insert, select, update
 
@@ -345,43 +344,3 @@ def _decisions(connection: Connection, evidence_hash: bytes) -> list[bytes]:
         select(table.c.decision).where(table.c.evidence_hash == evidence_hash, table.c.decision.is_not(None))
     )
     return [bytes(decision) for decision in found]
-
-
-class CaseView(msgspec.Struct, frozen=True):
-    """A case as views show it."""
-
-    node: str
-    owner: str
-    version: int
-    index: int
-    code: str
-    status: str
-    case_id: int | None
-    seized: float
-    evidence: str
-
-
-def case_views(connection: Connection, limit: int = 100) -> list[CaseView]:
-    """The newest cases, oldest first; frauds that added nothing to a case are left out."""
-    table = schema.submissions
-    rows = connection.execute(
-        select(_CASES, table.c.version, table.c.unit_index)
-        .join(table, table.c.id == _CASES.c.submission_id)
-        .where(_CASES.c.state != CaseState.RECORDED)
-        .order_by(_CASES.c.id.desc())
-        .limit(limit)
-    ).all()
-    return [
-        CaseView(
-            node=f"0x{row.node.hex()}",
-            owner=row.owner,
-            version=row.version,
-            index=row.unit_index,
-            code=row.code,
-            status=row.state,
-            case_id=row.case_id,
-            seized=int(row.seized) / _TOKEN_UNIT,
-            evidence=row.evidence_hash.hex() if row.evidence_hash else "",
-        )
-        for row in reversed(rows)
-    ]

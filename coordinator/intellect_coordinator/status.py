@@ -16,7 +16,7 @@ from sqlalchemy import Connection, func, select
 from intellect_protocol.messages import Announcement, SubmissionState
 
 from . import jobs, schema
-from .slashing import case_views
+from .case_views import case_views
 
 _EVENTS_SHOWN = 50
 _FRAUDS_SHOWN = 500

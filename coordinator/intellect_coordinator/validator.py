@@ -10,7 +10,6 @@ one engine, so that the checks without a model of one unit run while the engine 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,7 +32,6 @@ from intellect_protocol.messages import (
     RootVerdict,
     ShowReceipt,
     ShowReceiptResult,
-    SubmissionState,
     ValidatorJob,
     ValidatorJobResult,
     Verdict,
@@ -48,6 +46,7 @@ from .judging import Judge, UnitClaims
 from .reviews import Reviewer
 from .status import head_of, write_status
 from .validator_log import JudgedUnit, ShownReceipt, ValidatorLog
+from .weight_keeper import WeightKeeper
 
 if TYPE_CHECKING:
     from intellect_protocol.network.rpc_server import Call, Reply
@@ -58,10 +57,7 @@ _CLAIM_DEADLINE_S = 60.0
 _SEND_DEADLINE_S = 60.0
 _SEND_TRIES = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
-_UPKEEP_S = 2.0
-# Weights of a version stay this long after a refusal: a case may follow.
-_HOLD_AFTER_REFUSAL_S = 900.0
-_SPARE_VERSIONS = 3
+_UPKEEP_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +83,7 @@ class Validator:
         self._log = log
         self._run_id = options.run.run_id
         self._reviewer = Reviewer(options.run, swarm.ledger, options.signer, judge, log)
-        self._in_use: list[int] = []
-        self._held: dict[int, float] = {}  # version -> until when (monotonic)
+        self._weights = WeightKeeper(swarm, judge, options.run.revision.window.async_level)
         self._done: dict[str, int] = {}
 
     def register(self) -> None:
@@ -104,9 +99,9 @@ class Validator:
             for _ in range(_WORKERS if self._options.judge else 1):
                 nursery.start_soon(self._work, kinds)
             nursery.start_soon(self._upkeep)
-            nursery.start_soon(self._listen)
+            nursery.start_soon(self._weights.hold_refused)
             if self._options.judge:
-                nursery.start_soon(self._prefetch)
+                nursery.start_soon(self._weights.prefetch)
 
     # --- jobs ------------------------------------------------------------------------------------
 
@@ -182,11 +177,8 @@ class Validator:
         if job_id != expected:
             logger.warning("the coordinator named a job otherwise than its unit says; not answered")
             return None
-        self._in_use.append(job.version)
-        try:
+        with self._weights.using(job.version):
             verdict, batch = await self._judged(job, body)
-        finally:
-            self._in_use.remove(job.version)
         node = checksum_address(job.node)
         note = JudgedUnit(job.version, node, job.index, job.file_hash, job.attempt, verdict.outcome)
         await trio.to_thread.run_sync(self._log.add_verdict, note)
@@ -263,59 +255,13 @@ class Validator:
         shown = ShownReceipt(receipt.version, node, receipt.index, receipt.file_hash)
         return Reply(ShowReceiptResult(await trio.to_thread.run_sync(self._log.add_receipt, shown)))
 
-    # --- weights ---------------------------------------------------------------------------------
-
-    async def _prefetch(self) -> None:
-        """Have each version's weights before the first unit made with it arrives."""
-        version = -1
-        while True:
-            version = (await self._swarm.heads.wait_newer_than(version)).version
-            await self._obtain(version)
-            if self._judge.placed is None:
-                try:
-                    await self._judge.prepare(version)
-                except IntellectError as error:
-                    logger.warning("preparing the engine: %s", error)
-
-    async def _listen(self) -> None:
-        """Hold the weights of refused work: its evidence may have to be replayed when nobody serves them."""
-        async for notice in self._swarm.verdicts():
-            if notice.state is SubmissionState.REJECTED:
-                self._held[notice.version] = time.monotonic() + _HOLD_AFTER_REFUSAL_S
-                await self._obtain(notice.version)
-
-    async def _obtain(self, version: int) -> None:
-        assert self._swarm.policies is not None
-        try:
-            await self._swarm.policies.obtain(version)
-        except IntellectError as error:
-            logger.info("weights of version %d: %s", version, error)
+    # --- upkeep ----------------------------------------------------------------------------------
 
     async def _upkeep(self) -> None:
-        last_retained: set[int] = set()
         while True:
-            keep = self._versions_to_keep()
-            policies = self._swarm.policies
-            if policies is not None and keep and keep != last_retained:
-                try:
-                    policies.retain(keep)
-                    last_retained = keep
-                except IntellectError as error:
-                    logger.warning("%s", error)
+            self._weights.retain()
             await trio.to_thread.run_sync(write_status, self._options.data_dir, self._view())
-            await trio.sleep(_UPKEEP_S / 2)
-
-    def _versions_to_keep(self) -> set[int]:
-        head = self._swarm.heads.head
-        if head is None:
-            return set()
-        now = time.monotonic()
-        self._held = {version: until for version, until in self._held.items() if until > now}
-        oldest = max(0, head.version - self._options.run.revision.window.async_level - _SPARE_VERSIONS)
-        keep = {*range(oldest, head.version + 1), *self._held, *self._in_use}
-        if self._judge.placed is not None:
-            keep.add(self._judge.placed)
-        return keep
+            await trio.sleep(_UPKEEP_S)
 
     def _view(self) -> dict[str, Any]:
         policies = self._swarm.policies

@@ -30,7 +30,7 @@ from intellect_protocol.errors import PreflightError, WalletError
 from intellect_protocol.keys import address_bytes
 
 from .. import schema, submissions
-from ..slashing import case_views
+from ..case_views import case_views
 from ..status import snapshot
 
 T = TypeVar("T")
