@@ -12,8 +12,8 @@ from sqlalchemy import select
 from world import COORDINATOR, OWNER, VALIDATORS
 
 from intellect_coordinator import schema
-from intellect_coordinator.evidence import read_evidence, write_evidence
 from intellect_coordinator.case_views import case_views
+from intellect_coordinator.evidence import read_evidence, write_evidence
 from intellect_protocol.engines.torch_engine import TorchEngine
 from intellect_protocol.errors import InvalidDataError, SlashedError
 from intellect_protocol.keys import LocalSigner
