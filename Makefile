@@ -18,7 +18,8 @@ demo-smollm2:
 test:
 	@scripts/setup.sh --contracts
 	@$(MAKE) --no-print-directory lint
-	$(TEST_ENV) $(BIN)/python -m pytest -q $(TEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore tests/swarm $(TEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -q tests/swarm
 
 test-long:
 	@scripts/setup.sh --contracts --model smollm2
