@@ -2,7 +2,7 @@
 
 A `RunConfig` has two parts that are never mixed. The **terms** cannot change: model, tokenizer,
 environments, sampling, ledger and keys. Their canonical bytes are hashed into the run id, so a
-peer with other terms is in another run. The **revision** can: addresses, calibrated thresholds,
+peer with other terms is in another run. The **revision** can: addresses, thresholds of the checks,
 window and batch sizes. It is signed by the coordinator key and names the policy version from which
 it holds; a later revision has a higher number.
 
@@ -92,7 +92,7 @@ class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of checks 10 to 12, per model and dtype (`intellect-coordinator calibrate`)."""
+    """Limits of checks 10 to 12, per model and dtype; `validation.limits` has defaults from measured spread."""
 
     exponent_mismatches: Limit  # count per 32-token chunk, of its 128 entries
     mantissa_mean: Limit  # bf16 mantissa units, per chunk

@@ -32,10 +32,13 @@ def up(
     task: Annotated[
         str | None, typer.Option(help="Environment, e.g. sort_digits, spell_backward, arithmetic.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=0, help="End after this many steps; 0: no limit.")] = 60,
+    steps: Annotated[
+        int | None, typer.Option(min=0, help="End after this many steps; 0: no limit. Default by model.")
+    ] = None,
     minutes: Annotated[
-        float, typer.Option(min=0, help="End this long after the first step; 0: no limit.")
-    ] = 5.0,
+        float | None,
+        typer.Option(min=0, help="End this long after the first step; 0: no limit. Default by model."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the first policy and of the trainer.")] = None,
     data_dir: Annotated[
         Path, typer.Option(help="Where the devnet lives; the same directory goes on from its last version.")

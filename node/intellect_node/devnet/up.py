@@ -38,6 +38,9 @@ from .view import EventLog, plain_line, render
 _REFRESH_S = 0.5
 _PLAIN_EVERY_S = 10.0
 _REGISTER_TIMEOUT_S = 120.0
+# Long enough to see a model learn on two cores.
+_STEPS = {"tiny": 80, "smollm2": 40}
+_MINUTES = {"tiny": 5.0, "smollm2": 15.0}
 _CASE_GRACE_S = 60.0  # after training: time for an open case to reach its verdict
 
 
@@ -50,8 +53,8 @@ class UpOptions:
     cheats: tuple[str, ...] | None
     model: str | None
     task: str | None
-    steps: int
-    minutes: float
+    steps: int | None
+    minutes: float | None
     seed: int | None
     json_file: Path | None
     tui: bool
@@ -102,7 +105,12 @@ class Devnet:
         await setup.wait_for_port(self.layout, self.plan, "coordinator")
         # The trainer warms up and measures version 0 while the nodes register.
         self.group.start(
-            roles.trainer_program(self.layout, self.plan, self.options.steps, self.options.minutes)
+            roles.trainer_program(
+                self.layout,
+                self.plan,
+                _STEPS[self.plan.recipe] if self.options.steps is None else self.options.steps,
+                _MINUTES[self.plan.recipe] if self.options.minutes is None else self.options.minutes,
+            )
         )
         for name, cheat in node_names(self.plan):
             self.group.start(roles.node_program(self.layout, self.plan, name, cheat))

@@ -18,7 +18,7 @@ import msgspec
 import trio
 
 from .. import __version__
-from ..errors import IntellectError, UnreachableError, WireError
+from ..errors import IntellectError, UnreachableError, UpgradeRequiredError, WireError
 from ..keys import PeerKey, Signer, recover_address
 from ..ledger.client import Ledger
 from ..ledger.deployment import Deployment
@@ -111,6 +111,7 @@ class Swarm:
         Raises:
             RefusedError: it refused.
             UnreachableError: it did not answer within `deadline_s`.
+            UpgradeRequiredError: a bootstrap peer of the run speaks a newer protocol version.
         """
         deadline = trio.current_time() + deadline_s
         while (peer_id := self.coordinator()) is None:
@@ -135,6 +136,8 @@ class Swarm:
             try:
                 peer_id = await self.host.connect(address)
                 await self.host.bindings.hello(peer_id)
+            except UpgradeRequiredError:
+                raise
             except IntellectError as error:
                 logger.debug("coordinator: %s", error)
 

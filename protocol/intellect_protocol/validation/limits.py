@@ -1,7 +1,7 @@
 """Default thresholds of checks 10 to 12, and how a measured value is graded against a pair of limits.
 
-`intellect-coordinator calibrate` measures a model's honest spread and replaces these. The defaults stand
-between what honest runs and what cheats measured:
+A run may put limits of its own into its revision. These defaults stand between what honest runs and what
+cheats measured:
 
 - bf16, SmolLM2-135M, bf16 and fp32 validators: honest chunks had at most 12 exponent mismatches and a
   mantissa mean of at most 3.1 with a median near 1.5; int8 weights had 3.2 at the median, int4 weights 32
