@@ -1,7 +1,7 @@
 """Reputation: a pure function of the ledger's events and the published work files; anybody recomputes it.
 
-Work counts by version and fades: version v has weight 2^(-(latest - v) / HALF_LIFE_VERSIONS). With a and r the
-weighted accepted and refused units of all nodes the owner ever bound,
+Work counts by version and fades: version v has weight 2^(-(latest - v) / HALF_LIFE_VERSIONS). With a and r
+the weighted accepted and refused units of all nodes the owner ever bound,
 
     quality = (a + 1) / (a + r + 2)             mean of the Beta(a + 1, r + 1) posterior (Laplace's rule)
     volume  = 1 - exp(-a / FULL_VOLUME_UNITS)   little work says little

@@ -92,7 +92,7 @@ class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of checks 10 to 12, per model and dtype; `validation.limits` has defaults from measured spread."""
+    """Limits of checks 10 to 12, per model and dtype; see `validation.limits` for the defaults."""
 
     exponent_mismatches: Limit  # count per 32-token chunk, of its 128 entries
     mantissa_mean: Limit  # bf16 mantissa units, per chunk

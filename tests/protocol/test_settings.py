@@ -71,9 +71,7 @@ def test_flags_beat_the_environment_beats_the_file_beats_defaults(tmp_path: Path
         ('fast = "yes"\n', 1, "bool"),
     ],
 )
-def test_a_wrong_file_is_an_error_with_file_and_line(
-    tmp_path: Path, text: str, line: int, says: str
-) -> None:
+def test_a_wrong_file_is_an_error_with_file_and_line(tmp_path: Path, text: str, line: int, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     assert f"node.toml:{line}: " in str(caught.value)
