@@ -9,9 +9,10 @@ that is written again for a unit already used changes nothing.
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -67,8 +68,10 @@ class Journal:
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Calls come from worker threads, one at a time.
+            # Training and publication call from different worker threads; the lock keeps one's writes out
+            # of the other's transaction.
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._lock = threading.Lock()
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(_SCHEMA)
@@ -81,7 +84,7 @@ class Journal:
 
     def record_plan(self, step: int, settled: Sequence[Settled]) -> None:
         """Commit the plan of the step that produces version `step`, in the order of `settled`."""
-        with self._db:
+        with self._lock, self._db:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("INSERT INTO steps VALUES (?)", (step,))
             self._db.executemany(
@@ -95,9 +98,9 @@ class Journal:
 
     def plan(self, step: int) -> list[Settled] | None:
         """The plan of a step, or None if none was committed."""
-        if self._db.execute("SELECT 1 FROM steps WHERE step = ?", (step,)).fetchone() is None:
+        if not self._rows("SELECT 1 FROM steps WHERE step = ?", (step,)):
             return None
-        found = self._db.execute(
+        found = self._rows(
             "SELECT version, node, unit_index, prompt, file_hash, group_count, outcome, environment, rows, "
             "reward_sum FROM groups JOIN units USING (version, node, unit_index) "
             "WHERE step = ? ORDER BY position",
@@ -110,7 +113,7 @@ class Journal:
 
     def settled_prompts(self, unit: UnitKey) -> frozenset[int]:
         """Prompts of a unit that some step has settled."""
-        found = self._db.execute(
+        found = self._rows(
             "SELECT prompt FROM groups WHERE version = ? AND node = ? AND unit_index = ?", unit
         )
         return frozenset(prompt for (prompt,) in found)
@@ -126,10 +129,14 @@ class Journal:
         return None if found is None else found[0]
 
     def _unit(self, unit: UnitKey) -> tuple[bytes, int] | None:
-        found = self._db.execute(
+        found = self._rows(
             "SELECT file_hash, group_count FROM units WHERE version = ? AND node = ? AND unit_index = ?", unit
-        ).fetchone()
-        return None if found is None else (bytes(found[0]), int(found[1]))
+        )
+        return (bytes(found[0][0]), int(found[0][1])) if found else None
+
+    def _rows(self, statement: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._db.execute(statement, values).fetchall()
 
     def outcomes(self, step: int) -> dict[bytes, TrainingState]:
         """Units whose fate was decided at `step`, by the hash of their batch file.
@@ -137,7 +144,7 @@ class Journal:
         A unit is trained at the step that first trains on one of its groups. Without such a step it is
         decided when its last group is settled: filtered if all groups were, else expired.
         """
-        found = self._db.execute(
+        found = self._rows(
             "SELECT file_hash, group_count, count(*), min(CASE WHEN outcome = 'trained' THEN step END), "
             "max(step), sum(outcome = 'filtered') FROM groups JOIN units USING (version, node, unit_index) "
             "WHERE (version, node, unit_index) IN "
@@ -155,23 +162,21 @@ class Journal:
 
     def set_aside(self, path: str, reason: str) -> None:
         """Never read this file again; `reason` says why."""
-        self._db.execute("INSERT OR REPLACE INTO set_aside VALUES (?, ?)", (path, reason))
+        self._rows("INSERT OR REPLACE INTO set_aside VALUES (?, ?)", (path, reason))
 
     def set_aside_reason(self, path: str) -> str | None:
         """Why a file was set aside, or None."""
-        found = self._db.execute("SELECT reason FROM set_aside WHERE path = ?", (path,)).fetchone()
-        return None if found is None else str(found[0])
+        found = self._rows("SELECT reason FROM set_aside WHERE path = ?", (path,))
+        return str(found[0][0]) if found else None
 
     def record_checkpoint(self, version: int, checkpoint_hash: bytes) -> None:
         """Remember C of a version that is about to be published; a restarted publication replaces it."""
-        self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (version, checkpoint_hash))
+        self._rows("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (version, checkpoint_hash))
 
     def checkpoint(self, version: int) -> bytes | None:
         """C of a published version, or None."""
-        found = self._db.execute(
-            "SELECT checkpoint_hash FROM checkpoints WHERE version = ?", (version,)
-        ).fetchone()
-        return None if found is None else bytes(found[0])
+        found = self._rows("SELECT checkpoint_hash FROM checkpoints WHERE version = ?", (version,))
+        return bytes(found[0][0]) if found else None
 
 
 def _group_row(step: int, position: int, entry: Settled) -> tuple[object, ...]:
