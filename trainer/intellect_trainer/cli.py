@@ -91,6 +91,8 @@ def run(
     settings = resolve_config(file=config, environ=os.environ, flags=flags).value
     run_config = load_run_config(run_file)
     signer = load_signer(key, password_file)
+    # Loading takes seconds, and what an earlier start wrote there is no longer so.
+    (data_dir / "status.json").unlink(missing_ok=True)
     _prepare_torch(settings.threads)
     from .loop import train
     from .session import RunOptions
