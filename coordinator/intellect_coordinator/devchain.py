@@ -23,9 +23,10 @@ from typing import Any
 
 from aiohttp import web
 
-from intellect_protocol.errors import ConfigError, IntellectError, PreflightError
+from intellect_protocol.errors import ConfigError, IntellectError, PreflightError, WireError
 from intellect_protocol.keys import address_bytes, checksum_address
 from intellect_protocol.ledger.devkeys import DEVELOPMENT_MNEMONIC
+from intellect_protocol.wire import decode_json
 
 from .devchain_evm import BLOCK_GAS_LIMIT, DevelopmentChain, RefusedTransaction, Reverted
 from .devchain_json import request_of
@@ -97,8 +98,8 @@ class ChainRpc:
     def answer(self, body: bytes) -> bytes:
         """The answer to the body of a request, single or batch."""
         try:
-            request = json.loads(body)
-        except (ValueError, RecursionError):
+            request = decode_json(body, max_bytes=MAX_REQUEST_BYTES)
+        except WireError:
             return _encoded(_error(None, RpcError(-32700, "not JSON")))
         if isinstance(request, list):
             if not 0 < len(request) <= MAX_BATCH:

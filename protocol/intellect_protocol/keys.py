@@ -24,8 +24,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from eth_keys.datatypes import PrivateKey, PublicKey, Signature
 from eth_keys.exceptions import BadSignature, ValidationError
 
-from .errors import BindingError, WalletError
-from .wire import sha256, short, u64
+from .errors import BindingError, WalletError, WireError
+from .wire import decode_json, sha256, short, u64
 
 # Half the order of secp256k1 (SEC 2, section 2.4.1): a larger s is the malleated twin (EIP-2).
 _HALF_ORDER = 0x7FFFFFFFFFFFFFFFFFFFFFFFFFFFFFFF5D576E7357A4501DDFE92F46681B20A0
@@ -156,10 +156,10 @@ def load_keystore(path: Path, password: str) -> LocalSigner:
     try:
         if path.stat().st_size > _MAX_KEYSTORE_BYTES:
             raise WalletError(f"{path}: too large for a keystore")
-        content = json.loads(path.read_text())
+        content = decode_json(path.read_bytes(), max_bytes=_MAX_KEYSTORE_BYTES)
     except OSError as error:
         raise WalletError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except WireError as error:
         raise WalletError(f"{path}: not a keystore file (not JSON)") from error
     if not isinstance(content, dict) or content.get("version") != 3:
         raise WalletError(f"{path}: not a keystore v3 file")

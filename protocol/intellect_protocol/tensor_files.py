@@ -8,7 +8,6 @@ and turn a file that is truncated under it into a crash instead of an error.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterable, Iterator
@@ -18,8 +17,8 @@ from typing import Any, BinaryIO, NoReturn
 import msgspec
 from blake3 import blake3
 
-from .errors import ManifestError
-from .wire import u32, u64
+from .errors import ManifestError, WireError
+from .wire import decode_json, u32, u64
 
 # Bytes per element, by the name the safetensors format gives the type.
 DTYPE_BYTES = {
@@ -67,10 +66,13 @@ def _parse_header(file: BinaryIO, file_bytes: int, name: str) -> list[TensorEntr
     if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
         raise ManifestError(f"{name}: header of {header_bytes} bytes does not fit")
     try:
-        header: Any = json.loads(
-            file.read(header_bytes).decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constants
+        header: Any = decode_json(
+            file.read(header_bytes),
+            max_bytes=MAX_HEADER_BYTES,
+            object_pairs_hook=_no_duplicates,
+            parse_constant=_no_constants,
         )
-    except (ValueError, RecursionError) as error:
+    except WireError as error:
         raise ManifestError(f"{name}: malformed safetensors header: {error}") from None
     if not isinstance(header, dict):
         raise ManifestError(f"{name}: malformed safetensors header")

@@ -9,6 +9,7 @@ refuses bytes that do not re-encode to themselves, so a hash over bytes is a has
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from typing import Any, NoReturn, TypeVar
 
@@ -20,6 +21,8 @@ from .errors import WireError
 MAX_FRAME_BYTES = 1 << 20
 MAX_DEPTH = 16
 MAX_ITEMS = 200_000
+MAX_JSON_DEPTH = 500
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 T = TypeVar("T")
 
@@ -84,6 +87,29 @@ def decode_canonical(data: bytes, shape: type[T], *, max_bytes: int = MAX_FRAME_
     if encode(value) != data:
         raise WireError("not the canonical encoding")
     return value
+
+
+def decode_json(data: bytes, *, max_bytes: int, **hooks: Any) -> Any:
+    """Plain values of untrusted JSON; `hooks` are those of `json.loads`.
+
+    Nesting is bounded before the parser sees it: py_ecc, which comes with our libraries, raises the
+    interpreter's recursion limit so far that deeply nested text would end the process. Brackets
+    inside strings count too, which no document of ours comes near.
+
+    Raises:
+        WireError: too long, too deep, or not JSON.
+    """
+    if len(data) > max_bytes:
+        raise WireError(f"{len(data)} bytes exceed the limit of {max_bytes}")
+    depth = 0
+    for bracket in data.translate(None, _NO_BRACKETS):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_JSON_DEPTH:
+            raise WireError(f"nested deeper than {MAX_JSON_DEPTH} levels")
+    try:
+        return json.loads(data, **hooks)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not JSON: {error}") from error
 
 
 def frame(payload: bytes, *, max_bytes: int = MAX_FRAME_BYTES) -> bytes:

@@ -85,3 +85,20 @@ def test_an_envelope_signs_every_field() -> None:
         )
     ]
     assert len({envelope.digest(), *(other.digest() for other in changed)}) == len(changed) + 1
+
+
+def test_deeply_nested_json_is_an_error_and_not_the_end_of_the_process() -> None:
+    import sys
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1_000_000)  # as py_ecc does, when the ledger's libraries are loaded
+    try:
+        for opening in (b"[", b'{"a":'):
+            with pytest.raises(WireError, match="nested"):
+                wire.decode_json(opening * 100_000, max_bytes=1 << 20)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert wire.decode_json(b'{"a": [1, "x"]}', max_bytes=100) == {"a": [1, "x"]}
+    for data in (b"", b"{", b"\xff", b"[1] 2"):
+        with pytest.raises(WireError):
+            wire.decode_json(data, max_bytes=100)

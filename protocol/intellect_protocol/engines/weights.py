@@ -7,11 +7,11 @@ checked by the decoder that takes the tensors.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, WireError
+from ..wire import decode_json
 
 if TYPE_CHECKING:
     import torch
@@ -31,12 +31,10 @@ def read_json(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any
             content = file.read(max_bytes + 1)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    if len(content) > max_bytes:
-        raise ConfigError(f"{path}: larger than {max_bytes} bytes")
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from None
+        value = decode_json(content, max_bytes=max_bytes)
+    except WireError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: not a JSON object")
     return value

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import urllib3
 from web3.providers import BaseProvider
 
-from ..errors import ConfigError, UnreachableError
+from ..errors import ConfigError, UnreachableError, WireError
+from ..wire import decode_json
 
 MAX_ANSWER_BYTES = 32 << 20
 # JSON-RPC codes by which a node says that it cannot serve now, not that the request is wrong.
@@ -103,8 +104,8 @@ class FailoverProvider(BaseProvider):  # type: ignore[misc]
         except urllib3.exceptions.HTTPError as error:
             raise UnreachableError(type(error).__name__) from error
         try:
-            answer = json.loads(content)
-        except (ValueError, RecursionError) as error:
+            answer = decode_json(bytes(content), max_bytes=MAX_ANSWER_BYTES)
+        except WireError as error:
             raise UnreachableError(f"HTTP {response.status}, not JSON") from error
         if not isinstance(answer, dict) or ("result" not in answer and "error" not in answer):
             raise UnreachableError(f"HTTP {response.status}, not a JSON-RPC answer")

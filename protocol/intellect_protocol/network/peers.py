@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import UsageError
+from ..errors import UsageError, WireError
 from ..keys import peer_id_text
+from ..wire import decode_json
 from .addresses import PeerAddress, parse_address
 from .limits import Limits, Timeouts, TokenBucket
 
@@ -162,13 +163,13 @@ def load_cached_peers(path: Path, limit: int) -> list[PeerAddress]:
     """Peers of the last run; a missing or damaged file is an empty list."""
     try:
         with path.open("rb") as file:
-            texts = json.loads(file.read(_MAX_CACHE_BYTES))
+            texts = decode_json(file.read(_MAX_CACHE_BYTES), max_bytes=_MAX_CACHE_BYTES)
         if not isinstance(texts, list):
             raise ValueError("not a list")
         return [parse_address(text) for text in texts[:limit] if isinstance(text, str)]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, RecursionError, UsageError) as error:
+    except (OSError, ValueError, WireError, UsageError) as error:
         logger.warning("%s is not usable as a peer cache: %s", path, error)
         return []
 
