@@ -108,7 +108,7 @@ class Swarm:
         self._environment = registry.make(environment)
         self._engine = TorchEngine(device="cpu", dtype=run.terms.model.dtype, max_rows=256)
         self._version = -1
-        self._index = 0
+        self.units = 0
         self._checkpoint = b""
         self._prompts: Prompts | None = None
 
@@ -124,14 +124,14 @@ class Swarm:
                 self._prompts = Prompts(folder, chat=self._run.terms.model.chat)
             else:
                 self._engine.update(folder)
-            self._version, self._index, self._checkpoint = version, 0, checkpoint_hash(signed.manifest)
+            self._version, self.units, self._checkpoint = version, 0, checkpoint_hash(signed.manifest)
         return self._version >= 0
 
     def make_unit(self) -> None:
         """Generate one unit and put it into the batch store."""
         terms, prompts = self._run.terms, self._prompts
         assert prompts is not None
-        seed = unit_seed(self._run.run_id, self._version, self._checkpoint, BLOCK, NODE, self._index)
+        seed = unit_seed(self._run.run_id, self._version, self._checkpoint, BLOCK, NODE, self.units)
         slots = prompt_slots(seed, terms)
         problems = [self._environment.problem(slot.task_index) for slot in slots]
         encoded = [prompts.encode(problem) for problem in problems]
@@ -165,14 +165,14 @@ class Swarm:
                         reward=self._environment.reward(problem, prompts.decode(completion.tokens), finished),
                     )
                 )
-        unit = (self._run.run_id, self._version, self._checkpoint, NODE, self._index)
+        unit = (self._run.run_id, self._version, self._checkpoint, NODE, self.units)
         meta = BatchMeta(1, *unit, file_hash=BLOCK, validator=terms.keys.publisher)
-        path = self._batches / f"v{self._version:08d}" / f"{NODE.hex()}-{self._index:06d}.parquet"
+        path = self._batches / f"v{self._version:08d}" / f"{NODE.hex()}-{self.units:06d}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_bytes(write_batch(Batch(meta, rows)))
         partial.rename(path)
-        self._index += 1
+        self.units += 1
 
 
 def main() -> None:
@@ -217,7 +217,7 @@ def main() -> None:
     swarm = Swarm(run, root, args.environment)
     try:
         while trainer.poll() is None:
-            if swarm.follow() and swarm._index < args.units_per_version:
+            if swarm.follow() and swarm.units < args.units_per_version:
                 swarm.make_unit()
             else:
                 time.sleep(0.02)
