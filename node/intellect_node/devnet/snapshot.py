@@ -85,9 +85,11 @@ def take_snapshot(
     """
     trainer = read_status(trainer_dir)
     coordinator = read_status(coordinator_dir)
-    slashed = frozenset(
-        str(case["node"]).lower() for case in coordinator.get("cases", []) if case.get("status") == "upheld"
-    )
+    seized = {
+        str(case["node"]).lower(): float(case.get("seized") or 0.0)
+        for case in coordinator.get("cases", [])
+        if case.get("status") == "upheld"
+    }
     validators = [read_status(path) for path in validator_dirs]
     return Snapshot(
         run_name=run_name,
@@ -103,10 +105,10 @@ def take_snapshot(
         rejected=int(coordinator.get("rejected", 0)),
         reasons={str(code): int(count) for code, count in coordinator.get("reasons", {}).items()},
         fraud_nodes=[str(verdict["node"]).lower() for verdict in coordinator.get("fraud_verdicts", [])],
-        slashed_nodes=slashed,
+        slashed_nodes=frozenset(seized),
         events=[(int(event["time_ms"]), str(event["text"])) for event in coordinator.get("events", [])],
         nodes=[
-            _node_row(name, cheat, read_status(path), slashed) for name, (path, cheat) in node_dirs.items()
+            _node_row(name, cheat, read_status(path), seized) for name, (path, cheat) in node_dirs.items()
         ],
         validator_bytes=(
             sum(int(v.get("bytes_from_origin", 0)) for v in validators),
@@ -115,20 +117,23 @@ def take_snapshot(
     )
 
 
-def _node_row(name: str, cheat: str | None, status: Mapping[str, Any], slashed: frozenset[str]) -> NodeRow:
+def _node_row(
+    name: str, cheat: str | None, status: Mapping[str, Any], seized: Mapping[str, float]
+) -> NodeRow:
     address = str(status.get("node", "")).lower()
     stake = status.get("stake")
-    is_slashed = bool(address) and address in slashed
+    if stake is not None:  # a slashed node has ended and does not correct its last word
+        stake = float(stake) - seized.get(address, 0.0)
     return NodeRow(
         name=f"{name} ({cheat})" if cheat else name,
         cheat=cheat,
         address=address,
-        state="slashed" if is_slashed else str(status.get("state", "starting")),
+        state="slashed" if address in seized else str(status.get("state", "starting")),
         version=int(status.get("version", -1)),
         accepted=int(status.get("units_accepted", 0)),
         rejected=int(status.get("units_rejected", 0)),
-        stake=None if stake is None else float(stake),
+        stake=stake,
         bytes_from_origin=int(status.get("bytes_from_origin", 0)),
         bytes_from_peers=int(status.get("bytes_from_peers", 0)),
-        slashed=is_slashed,
+        slashed=address in seized,
     )
