@@ -104,14 +104,7 @@ class Devnet:
         self.group.start(roles.coordinator_program(self.layout, self.plan))
         await setup.wait_for_port(self.layout, self.plan, "coordinator")
         # The trainer warms up and measures version 0 while the nodes register.
-        self.group.start(
-            roles.trainer_program(
-                self.layout,
-                self.plan,
-                _STEPS[self.plan.recipe] if self.options.steps is None else self.options.steps,
-                _MINUTES[self.plan.recipe] if self.options.minutes is None else self.options.minutes,
-            )
-        )
+        self.group.start(roles.trainer_program(self.layout, self.plan, *self._trainer_limits()))
         for name, cheat in node_names(self.plan):
             self.group.start(roles.node_program(self.layout, self.plan, name, cheat))
         for program in roles.validator_programs(self.layout, self.plan):
@@ -119,6 +112,19 @@ class Devnet:
         await self._wait_until_registered()
         # Only nodes that staked before a version was recorded may work on it: the seeder comes last.
         self.group.start(roles.seeder_program(self.layout, self.plan))
+
+    def _trainer_limits(self) -> tuple[int, float]:
+        """Version and minutes of training at which the trainer stops; 0: never.
+
+        The trainer counts over restarts, the person who types `up` again counts from now.
+        """
+        options, recipe = self.options, self.plan.recipe
+        steps = _STEPS[recipe] if options.steps is None else options.steps
+        minutes = _MINUTES[recipe] if options.minutes is None else options.minutes
+        so_far = read_status(self.layout.trainer_dir)
+        steps_so_far = int(so_far.get("step") or 0)
+        minutes_so_far = float(so_far.get("seconds_since_first_step") or 0.0) / 60
+        return (steps_so_far + steps if steps else 0, minutes_so_far + minutes if minutes else 0.0)
 
     async def _wait_until_registered(self) -> None:
         deadline = time.monotonic() + _REGISTER_TIMEOUT_S
