@@ -25,9 +25,10 @@ from intellect_protocol.rollouts import EngineNote, Rollout, RolloutUnit, UnitMe
 from intellect_protocol.run import RunConfig
 
 ROLLOUT_FORMAT = 1
-# Mean |difference| of the probe's log-probs in nats. Honest engines agree exactly in float32 on one machine
-# and to about 1e-5 across kernels; in bfloat16 they differ by 0.04 on average.
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.12}
+# Median |difference| of the probe's log-probs in nats. Honest engines agree exactly in float32 on one machine
+# and to about 1e-5 across kernels; in bfloat16 SmolLM2 had medians of 0.05 to 0.10, but single unlikely
+# tokens up to 5, which rules the mean out. Another model is off by more than 1.
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 @dataclass(frozen=True)
@@ -194,9 +195,9 @@ def check_probe(measured: Sequence[float], expected: Sequence[float], dtype: str
     """
     if len(measured) != len(expected) or not measured:
         raise EngineError("probe", f"{len(measured)} probe values, the manifest has {len(expected)}")
-    distance = float(np.mean(np.abs(np.asarray(measured) - np.asarray(expected))))
+    distance = float(np.median(np.abs(np.asarray(measured) - np.asarray(expected))))
     limit = PROBE_TOLERANCE[dtype]
     if not distance <= limit:
         raise EngineError(
-            "probe", f"log-probs differ from the manifest's by {distance:.4g} on average, limit {limit:g}"
+            "probe", f"log-probs differ from the manifest's by {distance:.4g} at the median, limit {limit:g}"
         )

@@ -113,6 +113,7 @@ class _Job:
         self._token = token
         self._aborted = threading.Event()
         self._socket: socket.socket | None = None
+        self._answered = False
 
     def abort(self) -> None:
         """Make `run` end if it has not: it wakes from a blocking read when the socket is shut down."""
@@ -123,9 +124,11 @@ class _Job:
                 connected.shutdown(socket.SHUT_RDWR)
 
     async def abort_when_cancelled(self) -> None:
-        """Wait for the cancellation of the caller, then `abort`."""
+        """Wait for the cancellation of the caller, or for headers that take too long, then `abort`."""
         try:
-            await trio.sleep_forever()
+            await trio.sleep(_CONNECT_S + self._source.progress_s)
+            if self._answered:
+                await trio.sleep_forever()
         finally:
             self.abort()
 
@@ -162,20 +165,23 @@ class _Job:
             self._refused(response)
         if response.length != self._size:
             raise ManifestError(f"a chunk of {response.length} bytes where {self._size} are right")
-        buffer = bytearray(self._size)
-        self._read(response, memoryview(buffer))
+        self._answered = True
+        data = self._read(response)
         self._socket = None
+        response.close()
         self._source.give_back(connection)
-        return bytes(buffer)
+        return data
 
-    def _read(self, response: http.client.HTTPResponse, buffer: memoryview) -> None:
-        filled, window_filled, window_start = 0, 0, time.monotonic()
-        while filled < self._size:
-            count = response.readinto(buffer[filled : filled + _READ_BYTES])
-            if not count:
-                raise UnreachableError(f"the peer broke off {self._size - filled} bytes early")
-            filled += count
-            delay = self._source.delay(count)
+    def _read(self, response: http.client.HTTPResponse) -> bytes:
+        buffer = bytearray()
+        window_filled, window_start = 0, time.monotonic()
+        while len(buffer) < self._size:
+            # Not `readinto`: that waits until it has all, and a trickle would never be noticed.
+            piece = response.read1(min(_READ_BYTES, self._size - len(buffer)))
+            if not piece:
+                raise UnreachableError(f"the peer broke off {self._size - len(buffer)} bytes early")
+            buffer += piece
+            delay = self._source.delay(len(piece))
             if delay:
                 self._aborted.wait(delay)
                 window_start += delay
@@ -183,9 +189,10 @@ class _Job:
                 raise UnreachableError("aborted")
             now = time.monotonic()
             if now - window_start >= self._source.progress_s:
-                if filled - window_filled < _MIN_PROGRESS_BYTES and filled < self._size:
+                if len(buffer) - window_filled < _MIN_PROGRESS_BYTES and len(buffer) < self._size:
                     raise UnreachableError("the peer trickles")
-                window_filled, window_start = filled, now
+                window_filled, window_start = len(buffer), now
+        return bytes(buffer)
 
     def _refused(self, response: http.client.HTTPResponse) -> None:
         code = {401: "ticket", 404: "gone", 503: "busy"}.get(response.status)

@@ -52,7 +52,6 @@ class Selection:
         self._free = wanted  # missing, and nobody is asked for it
         self._random = random
         self._offers: dict[bytes, int] = {}
-        self._origins: set[bytes] = set()
         self._holders = [0] * count
         self._by_holders = [self._everything]  # chunks held by exactly so many peers
         self._asked: dict[int, dict[bytes, float]] = {}
@@ -62,7 +61,7 @@ class Selection:
         """Mask of the chunks that are not verified yet."""
         return self._missing
 
-    def offer(self, peer: bytes, mask: int, *, origin: bool = False) -> None:
+    def offer(self, peer: bytes, mask: int) -> None:
         """`peer` offers exactly the chunks of `mask` (bits beyond the version are ignored)."""
         mask &= self._everything
         before = self._offers.get(peer, 0)
@@ -71,8 +70,6 @@ class Selection:
         for index in indexes_of(before & ~mask):
             self._move(index, -1)
         self._offers[peer] = mask
-        if origin:
-            self._origins.add(peer)
 
     def offered(self, peer: bytes) -> int:
         """Mask of what `peer` offers."""
@@ -82,21 +79,21 @@ class Selection:
         """`peer` offers nothing any more; chunks asked of it alone become free."""
         self.offer(peer, 0)
         del self._offers[peer]
-        self._origins.discard(peer)
         for index in [index for index, peers in self._asked.items() if peer in peers]:
             self.release(peer, index)
 
-    def take(self, peer: bytes, *, now: float, patience_s: float) -> int | None:
+    def take(self, peer: bytes, *, now: float, patience_s: float, avoid: int = 0) -> int | None:
         """Choose the next chunk to ask of `peer` and note that it is asked.
 
-        Rarest first among the chunks nobody is asked for. Of an origin only what no other peer
-        offers, so that its upload goes to chunks that need it. When nothing is left, a chunk that
+        Rarest first among the chunks nobody is asked for. When nothing is left, a chunk that
         somebody else has been asked for longer than `patience_s` ago: the endgame, at most twice
         per chunk.
+
+        Args:
+            avoid: mask of chunks not to ask of `peer`. For an origin, what other peers deliver, so
+                that its upload goes to chunks that need it.
         """
-        free = self._free & self._offers.get(peer, 0)
-        if free and peer in self._origins:
-            free &= ~self._offered_by_others()
+        free = self._free & self._offers.get(peer, 0) & ~avoid
         if free:
             rarest = next(level & free for level in self._by_holders if level & free)
             return self._ask(peer, random_index(rarest, self._random), now)
@@ -136,13 +133,6 @@ class Selection:
         self._asked.setdefault(index, {})[peer] = now
         return index
 
-    def _offered_by_others(self) -> int:
-        mask = 0
-        for peer, offered in self._offers.items():
-            if peer not in self._origins:
-                mask |= offered
-        return mask
-
     def _move(self, index: int, step: int) -> None:
         count = self._holders[index]
         bit = 1 << index
@@ -167,7 +157,7 @@ class Source:
         self._chunk_size = chunk_size
         self._max_requests = max_requests
         self.rate_bytes_per_s = 0.0
-        self.outstanding = 0
+        self._since: list[float] = []  # when the requests under way were made
         self.failures = 0
         self.bad_chunks = 0
         self.paused_until = 0.0
@@ -181,6 +171,24 @@ class Source:
     def banned(self) -> bool:
         """Whether it sent bad chunks too often."""
         return self.bad_chunks >= self.MAX_BAD_CHUNKS
+
+    @property
+    def outstanding(self) -> int:
+        """Requests under way."""
+        return len(self._since)
+
+    def asked(self, now: float) -> None:
+        """A request is made."""
+        self._since.append(now)
+
+    def answered(self, since: float) -> None:
+        """The request made at `since` has ended, well or not."""
+        self._since.remove(since)
+
+    def delivers(self, now: float, patience_s: float) -> bool:
+        """Whether others need not be asked for what this peer offers: nothing waits too long."""
+        stuck = bool(self._since) and now - min(self._since) >= patience_s
+        return not self.left and now >= self.paused_until and not stuck
 
     def room(self, now: float) -> int:
         """How many more requests this peer may get."""

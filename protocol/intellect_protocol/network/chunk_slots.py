@@ -74,8 +74,8 @@ class Reveal:
     A chunk is shown to one peer; to a second one only when the first has not announced it within
     the lease, or when nobody connected has it any more. Everybody else gets it from peers, which
     works because a peer announces and serves a chunk as soon as it is verified. A peer that gains
-    nothing for a lease cannot reach the others (or they lie about what they have): it is shown
-    whatever it lacks. This is BitTorrent's super-seeding (BEP 16) with a time limit in place of its
+    nothing for a lease cannot reach the others (or they lie about what they have): from then on it
+    is shown whatever it lacks. This is BitTorrent's super-seeding (BEP 16) with a time limit in place of its
     wait for the piece to turn up elsewhere. The lease is `lease_s` and four times what it usually
     takes from showing a chunk to its announcement, so that a slow link or a busy machine is not
     taken for an isolated one.
@@ -146,7 +146,8 @@ class Reveal:
                     continue
                 lacks = self.available & ~state.has & ~state.mask
                 choice = lacks & ~held & ~leased
-                if not choice and now - state.gained_at >= lease_s:
+                state.alone |= now - state.gained_at >= lease_s
+                if not choice and state.alone:
                     choice = (lacks & ~held) or lacks
                 if choice:
                     index = random_index(choice, self._random)
@@ -163,6 +164,7 @@ class _Shown:
         self.mask = 0
         self.window = Reveal.FIRST_WINDOW
         self.gained_at = now
+        self.alone = False  # gained nothing for a lease: it is not left to the others again
         self.shown_at: dict[int, float] = {}
 
     def show(self, index: int, now: float) -> None:

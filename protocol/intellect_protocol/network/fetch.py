@@ -90,7 +90,7 @@ class VersionFetch:
             for twins in self._repeated:
                 if mask & mask_of(twins):
                     mask |= 1 << twins[0]
-            self._selection.offer(peer.peer_id, mask, origin=peer.origin)
+            self._selection.offer(peer.peer_id, mask)
         self._wake.set()
 
     def remove(self, peer_id: bytes) -> None:
@@ -135,7 +135,9 @@ class VersionFetch:
             raise self._error
 
     def _start_requests(self, nursery: trio.Nursery, now: float) -> None:
+        patience_s = max(_MIN_PATIENCE_S, 4 * self._typical_s)
         ready = []
+        delivered_by_peers = 0
         for peer_id, source in self._sources.items():
             peer = self._peers.get(peer_id)
             if peer is None or source.left:
@@ -145,27 +147,28 @@ class VersionFetch:
                 continue
             allowed = peer.max_requests(source.room(now) + source.outstanding)
             offered = self._selection.missing & self._selection.offered(peer_id)
+            if not peer.origin and source.delivers(now, patience_s):
+                delivered_by_peers |= offered
             if offered and source.outstanding < allowed:
                 ready.append((peer, source, allowed))
         self._random.shuffle(ready)
         ready.sort(key=lambda entry: (entry[0].origin, entry[1].outstanding))
-        patience_s = max(_MIN_PATIENCE_S, 4 * self._typical_s)
         while ready:
             # One request each in turn, so that the load is spread over the donors.
             still = []
             for peer, source, allowed in ready:
-                index = self._selection.take(peer.peer_id, now=now, patience_s=patience_s)
+                avoid = delivered_by_peers if peer.origin else 0
+                index = self._selection.take(peer.peer_id, now=now, patience_s=patience_s, avoid=avoid)
                 if index is None:
                     continue
-                source.outstanding += 1
+                source.asked(now)
                 scope = self._scopes[peer.peer_id, index] = trio.CancelScope()
-                nursery.start_soon(self._request, peer, source, index, scope)
+                nursery.start_soon(self._request, peer, source, index, scope, now)
                 if source.outstanding < allowed:
                     still.append((peer, source, allowed))
             ready = still
 
     async def _request(self, peer: RemotePeer, source: Source, index: int, scope: trio.CancelScope) -> None:
-        started = trio.current_time()
         try:
             with scope:
                 await self._fetch_and_store(peer, index)
@@ -187,7 +190,7 @@ class VersionFetch:
         except IntellectError as error:
             self._error = error
         finally:
-            source.outstanding -= 1
+            source.answered(started)
             del self._scopes[peer.peer_id, index]
             self._selection.release(peer.peer_id, index)
             if source.left:
