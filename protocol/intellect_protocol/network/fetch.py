@@ -168,7 +168,9 @@ class VersionFetch:
                     still.append((peer, source, allowed))
             ready = still
 
-    async def _request(self, peer: RemotePeer, source: Source, index: int, scope: trio.CancelScope) -> None:
+    async def _request(
+        self, peer: RemotePeer, source: Source, index: int, scope: trio.CancelScope, started: float
+    ) -> None:
         try:
             with scope:
                 await self._fetch_and_store(peer, index)
