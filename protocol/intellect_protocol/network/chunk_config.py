@@ -27,7 +27,7 @@ class ChunkConfig:
     stalled_s: float = 60.0  # without a new chunk, then `fetch` gives up
     find_interval_s: float = 2.0  # between searches for more peers
     provide_delay_s: float = 5.0  # a version that is still the newest after this gets a DHT record
-    gather_s: float = 0.01  # how long announcements of chunks wait for more of their kind
+    gather_s: float = 0.02  # how long announcements of chunks wait for more of their kind
     reveal_lease_s: float = 1.0  # an origin waits so long for a chunk it showed to turn up
     http_host: str = "0.0.0.0"
     http_port: int = 0

@@ -8,8 +8,9 @@ from typing import Protocol
 
 import trio
 
-from ..errors import IntellectError, WireError
+from ..errors import IntellectError, UnreachableError, WireError
 from ..wire import frame as with_length
+from ..wire import frame_length
 from .chunk_frames import (
     MAX_FRAME_BYTES,
     MAX_INDEXES,
@@ -25,6 +26,7 @@ from .chunk_frames import (
 _HELLO_S = 5.0
 _KEEP_S = 20.0  # a frame at least this often
 _SILENCE_S = 65.0  # a peer that sends nothing for so long is gone
+_READ_BYTES = 256 << 10
 _MAX_QUEUED = 4096
 _MAX_WRITE_BYTES = 512 << 10
 
@@ -34,7 +36,7 @@ class FrameStream(Protocol):
 
     peer_id: bytes
 
-    async def read_frame(self, *, max_bytes: int = ..., timeout_s: float | None = None) -> bytes: ...
+    async def read_some(self, max_bytes: int = ..., *, timeout_s: float | None = None) -> bytes: ...
 
     async def write(self, data: bytes | memoryview, *, timeout_s: float | None = None) -> None: ...
 
@@ -56,6 +58,7 @@ class Link:
         self.hello: Hello
         self._stream = stream
         self._gather_s = gather_s
+        self._received = bytearray()
         self._queue: deque[Frame] = deque()
         self._data: deque[Data] = deque()
         self._haves: dict[bytes, list[int]] = {}
@@ -70,7 +73,7 @@ class Link:
             UnreachableError: it is gone or too slow.
         """
         await self._stream.write(with_length(encode_frame(hello)), timeout_s=_HELLO_S)
-        answer = decode_frame(await self._stream.read_frame(max_bytes=MAX_FRAME_BYTES, timeout_s=_HELLO_S))
+        answer = await self._read_frame(_HELLO_S)
         if not isinstance(answer, Hello):
             raise WireError("the peer does not say hello")
         if answer.run_id != hello.run_id:
@@ -119,10 +122,7 @@ class Link:
                 nonlocal failure
                 try:
                     while not self._closed:
-                        payload = await self._stream.read_frame(
-                            max_bytes=MAX_FRAME_BYTES, timeout_s=_SILENCE_S
-                        )
-                        on_frame(decode_frame(payload))
+                        on_frame(await self._read_frame(_SILENCE_S))
                 except IntellectError as error:
                     failure = error
                 nursery.cancel_scope.cancel()
@@ -132,6 +132,20 @@ class Link:
         await self._stream.reset()
         if failure is not None:
             raise failure
+
+    async def _read_frame(self, timeout_s: float) -> Frame:
+        """The next frame; one read takes all frames that are there, as each read costs an answer."""
+        while True:
+            if len(self._received) >= 4:
+                end = 4 + frame_length(bytes(self._received[:4]), max_bytes=MAX_FRAME_BYTES)
+                if len(self._received) >= end:
+                    payload = bytes(self._received[4:end])
+                    del self._received[:end]
+                    return decode_frame(payload)
+            piece = await self._stream.read_some(_READ_BYTES, timeout_s=timeout_s)
+            if not piece:
+                raise UnreachableError("the peer closed the link")
+            self._received += piece
 
     async def _write_all(self) -> None:
         while not self._closed:

@@ -55,6 +55,7 @@ class RemotePeer:
         self._http: HttpSource | None = None
         self._direct_failures = 0
         self._partial: dict[tuple[bytes, int], _Partial] = {}
+        self.introduced: set[bytes] = set()  # peers whose addresses it was told
         self.uploads = 0  # chunks being sent to it on the stream
 
     # What it says

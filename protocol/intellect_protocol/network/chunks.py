@@ -28,9 +28,9 @@ from ..chunk_store import ChunkStore
 from ..errors import IntellectError, ManifestError, PreflightError, RefusedError, UsageError
 from ..file_lock import FileLock
 from .addresses import PeerAddress, parse_address
+from .chunk_catalogue import Catalogue, Served
 from .chunk_config import ChunkConfig, ChunkHost, Providers
 from .chunk_frames import (
-    MAX_PEERS,
     Ask,
     Bitfield,
     Busy,
@@ -44,8 +44,6 @@ from .chunk_frames import (
     Request,
     Ticket,
     Want,
-    pack_bits,
-    unpack_bits,
 )
 from .chunk_links import LinkTable
 from .chunk_peer import RemotePeer
@@ -68,20 +66,6 @@ class FetchReport(msgspec.Struct, frozen=True):
     seconds: float
     bytes_from: Mapping[bytes, int]
     banned: list[bytes]
-
-
-class _Served:
-    """A version this service holds, wholly or in part."""
-
-    def __init__(self, checkpoint: bytes, manifest: Manifest, hold: FileLock) -> None:
-        self.checkpoint = checkpoint
-        self.manifest = manifest
-        self.hold = hold
-        self.have = 0
-        self.everything = (1 << len(manifest.chunks)) - 1
-        self.fetch: VersionFetch | None = None
-        self.reveal: Reveal | None = None
-        self.provided = False
 
 
 class ChunkService:
@@ -111,15 +95,17 @@ class ChunkService:
         self._origin = origin
         self._discovery = discovery
         self._random = rng
+        self._catalogue = Catalogue(host, self.uploads, rng)
         self._links = LinkTable(
             host,
             config,
             Hello(run_id, origin),
-            on_up=self._on_link,
-            on_down=self._on_link_lost,
+            on_up=self._catalogue.on_link,
+            on_down=self._catalogue.on_link_lost,
             on_frame=self._on_frame,
         )
-        self._versions: dict[bytes, _Served] = {}
+        self._catalogue.links = self._links
+        self._versions = self._catalogue.versions
         self._limiter = trio.CapacityLimiter(config.downloads)
         self._nursery: trio.Nursery
 
@@ -187,7 +173,9 @@ class ChunkService:
 
         def verified(indexes: list[int], peer: bytes, size: int) -> None:
             self.bytes_from[peer] = self.bytes_from.get(peer, 0) + size
-            self._gained(served, indexes)
+            self._catalogue.gained(served, indexes)
+            if not served.provided:
+                self._provide(served)
             done = served.have.bit_count()
             on_progress(Progress(manifest.version, done, len(manifest.chunks), dict(fetch.bytes_from)))
 
@@ -205,7 +193,7 @@ class ChunkService:
         )
         try:
             for peer in self._links:
-                self._tell_want(served, peer)
+                self._catalogue.tell_want(served, peer)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._find_peers, served, list(providers))
                 error = await _outcome(fetch.run)
@@ -228,19 +216,16 @@ class ChunkService:
 
     def withdraw(self, checkpoint: bytes) -> None:
         """Serve a version no more; its chunks stay until the store evicts them."""
-        served = self._versions.pop(checkpoint, None)
+        served = self._catalogue.remove(checkpoint)
         if served is None:
             return
         served.hold.release()
-        for peer in self._links:
-            if peer.wants(checkpoint):
-                peer.link.send(Bitfield(checkpoint, b""))
         if self._discovery is not None and served.provided:
             self._discovery.stop_providing(checkpoint)
 
     # Versions
 
-    async def _open_version(self, signed: SignedManifest) -> _Served:
+    async def _open_version(self, signed: SignedManifest) -> Served:
         checkpoint = checkpoint_hash(signed.manifest)
         if checkpoint in self._versions:
             return self._versions[checkpoint]
@@ -254,16 +239,14 @@ class ChunkService:
         if checkpoint in self._versions:  # by another task, meanwhile
             hold.release()
             return self._versions[checkpoint]
-        served = self._versions[checkpoint] = _Served(checkpoint, manifest, hold)
+        served = Served(checkpoint, manifest, hold)
         served.have = served.everything & ~missing
         if self._origin:
             # Long enough for a slow home link to fetch and announce its first chunks.
             lease_s = self._config.reveal_lease_s + Reveal.FIRST_WINDOW * manifest.chunk_size / (1 << 20)
             served.reveal = Reveal(len(manifest.chunks), lease_s, self._random)
             served.reveal.available = served.have
-        for peer in self._links:
-            if peer.wants(checkpoint):
-                self._greet_downloader(served, peer)
+        self._catalogue.add(served)
         return served
 
     async def _admit(self, signed: SignedManifest) -> FileLock:
@@ -277,7 +260,7 @@ class ChunkService:
                     raise
                 self.withdraw(min(idle, key=lambda served: served.manifest.version).checkpoint)
 
-    def _provide(self, served: _Served) -> None:
+    def _provide(self, served: Served) -> None:
         newest_first = sorted(
             (other for other in self._versions.values() if other.fetch is None),
             key=lambda other: -other.manifest.version,
@@ -288,7 +271,7 @@ class ChunkService:
             served.provided = True
             self._nursery.start_soon(self._provide_in_dht, self._discovery, served)
 
-    async def _provide_in_dht(self, discovery: Providers, served: _Served) -> None:
+    async def _provide_in_dht(self, discovery: Providers, served: Served) -> None:
         """Put our record into the DHT: an origin at once, others if the version lasts.
 
         A record costs dozens of streams; a version that is replaced within seconds reaches everybody
@@ -305,15 +288,21 @@ class ChunkService:
         except IntellectError as error:
             logger.debug("providing %s: %s", served.checkpoint.hex()[:16], error)
 
-    async def _find_peers(self, served: _Served, providers: list[PeerAddress]) -> None:
+    async def _find_peers(self, served: Served, providers: list[PeerAddress]) -> None:
+        """Link to more peers until cancelled; the DHT is asked at once if no linked peer offers anything."""
+        first = True
+        if self._links.by_id:
+            await trio.sleep(_TICK_S)  # those linked since the last version usually have it
         while True:
             for where in providers:
                 self._links.dial(where.peer_id, where)
             for row in self._host.peers():
                 self._links.dial(row.peer_id)
             # Mostly the peers at hand are enough and the download is over before this look-up.
+            first = False
             await trio.sleep(self._config.find_interval_s * self._random.uniform(0.5, 1.0))
-            if self._discovery is not None:
+            linked = any(peer.offered(served.checkpoint) for peer in self._links)
+            if self._discovery is not None and not (first and linked):
                 try:
                     found = await self._discovery.find_providers(served.checkpoint, _FIND_DEADLINE_S)
                 except IntellectError as error:
@@ -322,95 +311,25 @@ class ChunkService:
                     for where in found:
                         self._links.dial(where.peer_id, where)
 
-    # What we tell peers
-
-    def _offer(self, served: _Served, peer: RemotePeer) -> bytes:
-        """Bitfield of what `peer` may take from us; between origins, of what we have."""
-        if served.reveal is None or peer.origin:
-            return pack_bits(served.have)
-        return pack_bits(served.reveal.shown(peer.peer_id))
-
-    def _tell_want(self, served: _Served, peer: RemotePeer) -> None:
-        peer.link.send(Want(served.checkpoint, self._offer(served, peer)))
-        peer.has_slot(trio.current_time())  # asks for one
-        if served.fetch is not None:
-            served.fetch.offer(peer)
-
-    def _greet_downloader(self, served: _Served, peer: RemotePeer) -> None:
-        self._track(served, peer)
-        peer.link.send(Bitfield(served.checkpoint, self._offer(served, peer)))
-        self._show_more(served)
-        others = [
-            other.peer_id
-            for other in self._links
-            if other is not peer and (other.wants(served.checkpoint) or other.offered(served.checkpoint))
-        ]
-        addresses: list[str] = []
-        for peer_id in self._random.sample(others, min(len(others), MAX_PEERS)):
-            where = self._host.dialable(peer_id)
-            if where is not None:
-                addresses += where.full()[:1]
-        if addresses:
-            peer.link.send(Peers(served.checkpoint, addresses))
-
-    def _gained(self, served: _Served, indexes: list[int]) -> None:
-        served.have |= mask_of(indexes)
-        if served.reveal is not None:
-            served.reveal.available = served.have
-            self._show_more(served)
-        for peer in self._links:
-            # Whoever downloads wants to know what it can get; an origin, what need not come from it.
-            if peer.origin or (served.reveal is None and peer.wants(served.checkpoint)):
-                peer.link.announce(served.checkpoint, indexes)
-        if not served.provided:
-            self._provide(served)
-
-    def _show_more(self, served: _Served) -> None:
-        if served.reveal is None:
-            return
-        news = served.reveal.advance(trio.current_time(), self.uploads.holds_slot)
-        for peer_id, indexes in news.items():
-            if peer_id in self._links.by_id:
-                self._links.by_id[peer_id].link.send(Have(served.checkpoint, indexes))
-
     async def _tick(self) -> None:
         while True:
             await trio.sleep(_TICK_S)
-            for served in list(self._versions.values()):
-                self._show_more(served)
+            self._catalogue.show_more()
 
     # What peers tell us
-
-    def _on_link(self, peer: RemotePeer) -> None:
-        for served in self._versions.values():
-            if served.fetch is not None:
-                self._tell_want(served, peer)
-
-    def _on_link_lost(self, peer: RemotePeer) -> None:
-        self.uploads.release(peer.peer_id)
-        for served in self._versions.values():
-            if served.reveal is not None:
-                served.reveal.remove(peer.peer_id)
-            if served.fetch is not None:
-                served.fetch.remove(peer.peer_id)
 
     def _on_frame(self, peer: RemotePeer, frame: Frame) -> None:
         now = trio.current_time()
         match frame:
             case Want():
-                self._on_want(peer, frame)
-            case Bitfield():
-                peer.note_offer(frame.c, unpack_bits(frame.bits))
-                self._track_known(peer, frame.c)
-            case Have():
-                peer.note_offer(frame.c, peer.offered(frame.c) | mask_of(frame.indexes))
-                self._track_known(peer, frame.c)
+                self._catalogue.on_want(peer, frame)
+            case Bitfield() | Have():
+                self._catalogue.on_offer(peer, frame)
             case Done():
-                self._on_done(peer, frame)
+                self._catalogue.on_done(peer, frame)
             case Ask():
                 if self.uploads.on_ask(peer, self.bytes_from):
-                    for served in self._versions.values():
-                        self._show_more(served)
+                    self._catalogue.show_more()
             case Ticket():
                 peer.note_ticket(frame, now)
                 for served in self._versions.values():
@@ -426,26 +345,6 @@ class ChunkService:
                 peer.note_refuse(frame)
             case Peers():
                 self._on_peers(frame)
-
-    def _on_want(self, peer: RemotePeer, want: Want) -> None:
-        peer.note_want(want.c)
-        peer.note_offer(want.c, unpack_bits(want.bits))
-        served = self._versions.get(want.c)
-        if served is not None:
-            self._greet_downloader(served, peer)
-
-    def _on_done(self, peer: RemotePeer, done: Done) -> None:
-        served = self._versions.get(done.c)
-        if done.complete and served is not None:
-            if served.reveal is not None:
-                served.reveal.update(peer.peer_id, served.everything, trio.current_time())
-            if not peer.origin:
-                peer.note_offer(done.c, served.everything)
-                self._track_known(peer, done.c)
-        elif not done.complete and served is not None and served.reveal is not None:
-            served.reveal.remove(peer.peer_id)
-        if not peer.note_done(done.c):
-            self.uploads.release(peer.peer_id)
 
     def _on_request(self, peer: RemotePeer, request: Request) -> None:
         served = self._versions.get(request.c)
@@ -464,24 +363,6 @@ class ChunkService:
             except UsageError:
                 continue
             self._links.dial(where.peer_id, where)
-
-    def _track_known(self, peer: RemotePeer, checkpoint: bytes) -> None:
-        served = self._versions.get(checkpoint)
-        if served is not None:
-            self._track(served, peer)
-            self._show_more(served)
-
-    def _track(self, served: _Served, peer: RemotePeer) -> None:
-        """Use what a peer has said of a version.
-
-        A downloader, and any peer that is no origin, states what it has; an origin that does not
-        download states what it shows us, and that says nothing of what the others can get.
-        """
-        offered = peer.offered(served.checkpoint)
-        if served.reveal is not None and (peer.wants(served.checkpoint) or not peer.origin):
-            served.reveal.update(peer.peer_id, offered, trio.current_time())
-        if served.fetch is not None:
-            served.fetch.offer(peer)
 
 
 async def _outcome(work: Callable[[], Awaitable[None]]) -> IntellectError | None:
