@@ -7,7 +7,8 @@ reads nothing else.
 
 Both are Parquet. The schema is exact (names, order, types, no nulls), metadata sits in one msgpack
 value under the key ``intellect``, and the reader looks at the footer's declared sizes before it
-decompresses anything, so a zip bomb is refused by arithmetic.
+decompresses anything, so a zip bomb is refused by arithmetic. A child process reads every file first
+(`parquet_guard`), because pyarrow aborts on some hostile footers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .errors import RolloutFileError, WireError
+from .parquet_guard import GUARD, FileKind
 from .wire import decode_canonical, encode
 
 _METADATA_KEY = b"intellect"
@@ -175,7 +177,7 @@ def read_unit(data: bytes, limits: FileLimits) -> RolloutUnit:
     Raises:
         RolloutFileError: not Parquet, another schema, over a limit, or non-finite numbers.
     """
-    meta, columns = _read(data, ROLLOUT_SCHEMA, UnitMeta, limits)
+    meta, columns = _screened("unit", data, ROLLOUT_SCHEMA, UnitMeta, limits)
     return RolloutUnit(meta=meta, rows=[Rollout(*values) for values in zip(*columns, strict=True)])
 
 
@@ -185,13 +187,32 @@ def read_batch(data: bytes, limits: FileLimits) -> Batch:
     Raises:
         RolloutFileError: as `read_unit`.
     """
-    meta, columns = _read(data, BATCH_SCHEMA, BatchMeta, limits)
+    meta, columns = _screened("batch", data, BATCH_SCHEMA, BatchMeta, limits)
     return Batch(meta=meta, rows=[BatchRow(*values) for values in zip(*columns, strict=True)])
 
 
-def _read(data: bytes, schema: pa.Schema, shape: type[M], limits: FileLimits) -> tuple[M, list[list[object]]]:
+def parse(kind: FileKind, data: bytes, limits: FileLimits) -> None:
+    """Read a file in this process, for the guard's child: a hostile footer may end the process.
+
+    Raises:
+        RolloutFileError: as `read_unit`.
+    """
+    if kind == "unit":
+        _read(data, ROLLOUT_SCHEMA, UnitMeta, limits)
+    else:
+        _read(data, BATCH_SCHEMA, BatchMeta, limits)
+
+
+def _screened(
+    kind: FileKind, data: bytes, schema: pa.Schema, shape: type[M], limits: FileLimits
+) -> tuple[M, list[list[object]]]:
     if len(data) > limits.max_file_bytes:
         raise RolloutFileError(f"file of {len(data)} bytes exceeds the limit of {limits.max_file_bytes}")
+    GUARD.screen(kind, data, limits)
+    return _read(data, schema, shape, limits)
+
+
+def _read(data: bytes, schema: pa.Schema, shape: type[M], limits: FileLimits) -> tuple[M, list[list[object]]]:
     try:
         file = pq.ParquetFile(
             io.BytesIO(data), thrift_string_size_limit=_MAX_FOOTER_BYTES, thrift_container_size_limit=1 << 16
