@@ -82,6 +82,8 @@ class ParquetGuard:
                 bufsize=0,
                 start_new_session=True,
             )
+            assert self._child.stdin is not None
+            os.set_blocking(self._child.stdin.fileno(), False)  # a stopped child must not stop us
         return self._child
 
     def _ask(self, child: subprocess.Popen[bytes], question: bytes, data: bytes) -> str:
@@ -89,13 +91,19 @@ class ParquetGuard:
         assert child.stdout is not None
         deadline = time.monotonic() + self._deadline_s
         for part in (question, data):
-            view = memoryview(part)
-            while view:
-                view = view[child.stdin.write(view) :]
+            self._write(child.stdin.fileno(), part, deadline)
         length: int = struct.unpack("<I", self._read(child.stdout.fileno(), 4, deadline))[0]
         if length > _MAX_TEXT_BYTES:
             raise EOFError
         return self._read(child.stdout.fileno(), length, deadline).decode(errors="replace")
+
+    @staticmethod
+    def _write(descriptor: int, content: bytes, deadline: float) -> None:
+        view = memoryview(content)
+        while view:
+            if not select.select([], [descriptor], [], max(0.0, deadline - time.monotonic()))[1]:
+                raise TimeoutError
+            view = view[os.write(descriptor, view) :]
 
     @staticmethod
     def _read(descriptor: int, size: int, deadline: float) -> bytes:
