@@ -69,7 +69,7 @@ def test_a_reader_that_hangs_or_was_killed_is_replaced() -> None:
         child.send_signal(signal.SIGSTOP)
         guard._deadline_s = 0.2
         with pytest.raises(RolloutFileError, match="too long"):
-            guard.screen("unit", GOOD, LIMITS)
+            guard.screen("unit", GOOD + bytes(1 << 20), LIMITS)  # more than a pipe holds
         assert child.poll() is not None
         guard._deadline_s = 20.0
         guard.screen("unit", GOOD, LIMITS)
