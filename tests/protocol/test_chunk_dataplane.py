@@ -187,7 +187,9 @@ async def endless_headers(stream: trio.SocketStream) -> None:
         await stream.send_all(b"X: " + b"y" * 1000 + b"\r\n")
 
 
-@pytest.mark.parametrize("behaviour", [silent, trickling, breaking_off, talking_nonsense, endless_headers])
+@pytest.mark.parametrize(
+    "behaviour", [silent, trickling, trickling_headers, breaking_off, talking_nonsense, endless_headers]
+)
 async def test_a_donor_that_does_not_deliver_is_an_error_and_not_a_hang(
     behaviour: Callable[..., object],
 ) -> None:
