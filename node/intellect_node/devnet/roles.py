@@ -10,7 +10,7 @@ from .setup import STAKE_TOKENS, coordinator_address
 
 # Two cores make all rollouts: units beyond what a step can use would only slow the trainer down.
 MAX_UNITS_AHEAD = 2
-AHEAD_PAUSE_S = 2.0
+AHEAD_PAUSE_S = {"tiny": 2.0, "smollm2": 20.0}  # by recipe: a fraction of a training step
 
 
 def coordinator_program(layout: Layout, plan: DevnetPlan) -> Program:
@@ -145,7 +145,7 @@ def node_program(layout: Layout, plan: DevnetPlan, name: str, cheat: str | None)
             "--max-units-ahead",
             str(MAX_UNITS_AHEAD),
             "--ahead-pause-s",
-            str(AHEAD_PAUSE_S),
+            str(AHEAD_PAUSE_S[plan.recipe]),
         ],
         layout.log(name),
     )
