@@ -9,7 +9,8 @@ from .processes import Program
 from .setup import STAKE_TOKENS, coordinator_address
 
 # Two cores make all rollouts: units beyond what a step can use would only slow the trainer down.
-MAX_UNITS_AHEAD = 2
+# Enough groups whose rewards differ for one step; by recipe.
+MAX_UNITS_AHEAD = {"tiny": 2, "smollm2": 4}
 AHEAD_PAUSE_S = {"tiny": 2.0, "smollm2": 20.0}  # by recipe: a fraction of a training step
 
 
@@ -143,7 +144,7 @@ def node_program(layout: Layout, plan: DevnetPlan, name: str, cheat: str | None)
             name,
             "--pause-when-ahead",
             "--max-units-ahead",
-            str(MAX_UNITS_AHEAD),
+            str(MAX_UNITS_AHEAD[plan.recipe]),
             "--ahead-pause-s",
             str(AHEAD_PAUSE_S[plan.recipe]),
         ],
