@@ -8,10 +8,10 @@ from .layout import DevnetPlan, Layout, validator_names
 from .processes import Program
 from .setup import STAKE_TOKENS, coordinator_address
 
-# Two cores make all rollouts: units beyond what a step can use would only slow the trainer down.
-# Enough groups whose rewards differ for one step; by recipe.
+# Two cores make all rollouts. A node makes as many units of a version as a step can use together with the
+# others, then one more now and then: what lies beyond would only slow the trainer down. By recipe.
 MAX_UNITS_AHEAD = {"tiny": 2, "smollm2": 4}
-AHEAD_PAUSE_S = {"tiny": 2.0, "smollm2": 20.0}  # by recipe: a fraction of a training step
+AHEAD_PAUSE_S = {"tiny": 2.0, "smollm2": 20.0}
 
 
 def coordinator_program(layout: Layout, plan: DevnetPlan) -> Program:
