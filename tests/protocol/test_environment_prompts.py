@@ -91,6 +91,11 @@ def test_a_chat_prompt_is_a_bare_user_turn(template: str, expected: str, tmp_pat
     assert prompts.encode(PROBLEM) == reference.encode(expected, add_special_tokens=False).ids
 
 
+def test_a_model_whose_turns_open_with_its_bos_token_gets_it_once(tmp_path: Path) -> None:
+    prompts = Prompts(make_folder(tmp_path, CHATML, bos_token="<|im_start|>"), chat=True)
+    assert prompts.encode(PROBLEM).count(1) == 2  # the user's turn and the assistant's
+
+
 @pytest.mark.parametrize("template", [NO_SYSTEM, FOLDED])
 def test_templates_without_a_default_system_prompt_render_as_in_transformers(
     template: str, tmp_path: Path

@@ -134,8 +134,10 @@ class Prompts:
         except (TemplateError, TypeError, ValueError, ArithmeticError):
             alone = both = ""
         if _MARKER in alone and both.startswith(alone):
+            turn = both.removeprefix(alone)
             bos = self._special.get("bos_token", "")
-            return (bos if bos and alone.startswith(bos) else "") + both.removeprefix(alone)
+            # Some models open every turn with their bos token (SmolLM2): then the turn has it already.
+            return turn if not alone.startswith(bos) or turn.startswith(bos) else bos + turn
         try:
             return self._render([user], answer_next=True)
         except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
