@@ -145,20 +145,7 @@ def _verdicts(connection: Connection, submission: int) -> list[dict[str, Any]]:
 
 
 def _summary(row: Record) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "node": f"0x{row.node.hex()}",
-        "owner": row.owner,
-        "version": row.version,
-        "index": row.unit_index,
-        "state": row.state,
-        "training": row.training,
-        "code": row.code,
-        "fraud": bool(row.fraud),
-        "case_id": row.case_id,
-        "file_hash": row.file_hash.hex(),
-        "received_at_ms": row.received_at_ms,
-    }
+    return {**submissions.summary(row), "file_hash": row.file_hash.hex()}
 
 
 def _time(at_ms: int) -> str:

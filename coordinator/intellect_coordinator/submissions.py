@@ -9,6 +9,7 @@ Functions of a connection; those that write run inside one write transaction of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, func, insert, select, update
@@ -252,3 +253,20 @@ def status_of(row: Record, notes: list[FindingNote]) -> WorkStatus:
         findings=notes,
         case_id=row.case_id,
     )
+
+
+def summary(row: Record) -> dict[str, Any]:
+    """One submission as the command line and the web page show it, ready for JSON."""
+    return {
+        "id": row.id,
+        "node": f"0x{row.node.hex()}",
+        "owner": row.owner,
+        "version": row.version,
+        "index": row.unit_index,
+        "state": row.state,
+        "training": row.training,
+        "code": row.code,
+        "fraud": bool(row.fraud),
+        "case_id": row.case_id,
+        "received_at_ms": row.received_at_ms,
+    }

@@ -99,7 +99,7 @@ class Views:
         if "state" in request.query:
             query = query.where(table.c.state == request.query["state"])
         rows = await self._read(lambda connection: connection.execute(query).all())
-        return _json([_submission(row) for row in rows])
+        return _json([submissions.summary(row) for row in rows])
 
     async def submission(self, request: web.Request) -> web.Response:
         wanted = _number(request.match_info["id"])
@@ -111,7 +111,7 @@ class Views:
             notes = submissions.findings_of(connection, [wanted]).get(wanted, [])
             status = submissions.status_of(row, notes)
             return {
-                **_submission(row),
+                **submissions.summary(row),
                 "times_ms": status.times_ms,
                 "findings": [msgspec.to_builtins(note) for note in notes],
             }
@@ -169,22 +169,6 @@ def prometheus(content: dict[str, Any]) -> str:
 
 def _label(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _submission(row: Any) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "node": f"0x{row.node.hex()}",
-        "owner": row.owner,
-        "version": row.version,
-        "index": row.unit_index,
-        "state": row.state,
-        "training": row.training,
-        "code": row.code,
-        "fraud": bool(row.fraud),
-        "case_id": row.case_id,
-        "received_at_ms": row.received_at_ms,
-    }
 
 
 def _number(text: str) -> int:
