@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def test_an_evidence_bundle_gives_the_same_verdict_elsewhere(finished: Finished,
         weights = finished.root / "policy-zero"
     audit = subprocess.run(
         [
-            *("intellect-coordinator", "audit", str(bundle), "--weights", str(weights)),
+            *(sys.executable, "-m", "intellect_coordinator", "audit", str(bundle), "--weights", str(weights)),
             *("--data-dir", str(tmp_path / "audit"), "--json"),
         ],
         capture_output=True,
