@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import msgspec
@@ -47,14 +48,14 @@ CONFIG = TrainerConfig(
 )
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, *, dtype: str = "float32") -> None:
     """Version 0: the tiny architecture with random weights."""
     from intellect_trainer.models.folder import write_model_folder
     from intellect_trainer.models.tiny import character_tokenizer, new_model
 
     tokenizer = character_tokenizer()
     model = new_model(len(tokenizer), eos_id=1, pad_id=0, seed=5)
-    write_model_folder(model, tokenizer, folder, dtype="float32", stop_ids=[1])
+    write_model_folder(model, tokenizer, folder, dtype=dtype, stop_ids=[1])
 
 
 def make_run(folder: Path, *, min_publish_interval_s: float = 0.0) -> RunConfig:
@@ -63,11 +64,12 @@ def make_run(folder: Path, *, min_publish_interval_s: float = 0.0) -> RunConfig:
     plain = ("far_distance", "informative_top_probability", "min_informative")
     limits = {name: limit for name in Thresholds.__struct_fields__ if name not in plain}
     tokenizer_hash = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    dtype = json.loads((folder / "config.json").read_bytes())["dtype"]
     return RunConfig(
         terms=RunTerms(
             name="micro",
             protocol=1,
-            model=ModelTerms("Qwen2ForCausalLM", 99, 64, 256, "float32", tokenizer_hash),
+            model=ModelTerms("Qwen2ForCausalLM", 99, 64, 256, dtype, tokenizer_hash),
             environments=[EnvironmentTerms("sort_digits")],
             sampling=SamplingTerms(1.0, MAX_TOKENS, [1], PROMPTS, SAMPLES),
             ledger=LedgerTerms(31337, {"NodeRegistry": COORDINATOR.address}),

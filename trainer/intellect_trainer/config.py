@@ -42,6 +42,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_grad_norm: float = 0.1
     # Compute
     dtype: str = "bfloat16"  # of the forward and backward pass; master weights are float32
+    dither_master: bool = True  # see `master_weights`
     attention: str = "eager"
     micro_batch_tokens: int = 4096  # padded tokens
     threads: int = 1

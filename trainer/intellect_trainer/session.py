@@ -31,6 +31,7 @@ from .files import fsync_file
 from .journal import Journal
 from .layout import checkpoint_folder, published_versions
 from .learner import Learner
+from .master_weights import dither_master
 from .metrics import MetricsLog
 from .policy import load_policy
 from .publish import Publisher
@@ -135,7 +136,11 @@ def _open(options: RunOptions, stack: ExitStack) -> Session:
     copy.requires_grad_(False)
     learner = Learner(policy, reference, config, temperature=run.terms.sampling.temperature)
     run_id = run.run_id.hex()
-    state = resume.load_newest(data_dir / "resume", learner, run_id) or TrainerState(run_id)
+    state = resume.load_newest(data_dir / "resume", learner, run_id)
+    if state is None:
+        state = TrainerState(run_id)
+        if config.dither_master:
+            dither_master(policy, next(copy.parameters()).dtype, seed=config.seed)
     newest = max(published_versions(checkpoints), default=0)
     if newest > state.version:
         raise ConfigError(
