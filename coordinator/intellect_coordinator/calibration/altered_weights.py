@@ -84,7 +84,8 @@ def int4_groups(weight: torch.Tensor, group: int = _INT4_GROUP) -> torch.Tensor:
 
     wide = weight.float()
     parts = []
-    for part in wide.split(group, dim=-1):
+    for start in range(0, wide.shape[-1], group):
+        part = wide[..., start : start + group]
         scale = (part.abs().amax(-1, keepdim=True) / 7).clamp(min=torch.finfo(torch.float32).tiny)
         parts.append((part / scale).round() * scale)
     return torch.cat(parts, dim=-1).to(weight.dtype)

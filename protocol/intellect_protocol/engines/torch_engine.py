@@ -157,6 +157,10 @@ class TorchEngine:
         self._decoder, self._config = decoder, config
         return self.info()
 
+    def limit_rows(self, max_rows: int) -> None:
+        """Decode at most this many sequences at once from the next call on."""
+        self._max_rows = max_rows
+
     def unload(self) -> None:
         self._decoder = None
         if self._device.type == "cuda":
