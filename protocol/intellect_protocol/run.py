@@ -136,7 +136,8 @@ class DetectionRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the thresholds come from: `intellect-coordinator calibrate`.
 
-    The bounds are 95 % upper bounds on honest work that took no part in choosing the thresholds.
+    The bounds are 95 % upper bounds (Clopper-Pearson) on honest work that took no part in choosing the
+    thresholds, several verifiers' scores of one completion counted as independent.
     """
 
     report_hash: str  # hex SHA-256 of the report that has everything else

@@ -18,8 +18,15 @@ from pathlib import Path
 import msgspec
 import trio
 
-from intellect_protocol import errors
-from intellect_protocol.errors import ConfigError, EngineError, IntellectError, UsageError, WalletError
+from intellect_protocol.errors import (
+    ConfigError,
+    EngineError,
+    IntellectError,
+    NumericError,
+    PreflightError,
+    UsageError,
+    WalletError,
+)
 from intellect_protocol.keys import LocalSigner
 from intellect_protocol.run import RunConfig, load_run_config
 from intellect_protocol.toploc import chunk_count
@@ -32,6 +39,7 @@ from .workload import Workload, make_workload, weights_hash
 _MAX_LINE_BYTES = 1 << 16
 _MAX_GROWTH = 8
 _MAX_UNITS = 4096
+_ERRORS = {kind.__name__: kind for kind in (ConfigError, NumericError, PreflightError, UsageError)}
 
 Show = Callable[[Progress], None]
 
@@ -96,9 +104,7 @@ async def calibrate(options: CalibrateOptions, show: Show) -> Report:
             )
     folder = options.model.resolve()
     if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{options.model}: not a checkpoint folder (`intellect-trainer init-model` makes one)"
-        )
+        raise ConfigError(f"{options.model}: no checkpoint folder (`intellect-trainer init-model` makes one)")
     workload = make_workload(folder, None if config is None else config.terms, options.seed)
     digest = await trio.to_thread.run_sync(weights_hash, folder)
     units = _first_units(workload, options)
@@ -161,11 +167,20 @@ async def _measure(work: Path, show: Show) -> None:
     """Run the measuring process to its end."""
     module = f"{__package__}.measure"
     command = [sys.executable, "-m", module, str(work)]
+    # Threads that wait for each other sleep: spinning, they keep each other from a machine that is shared.
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     last = Progress(0, 1, "")
     with (work / "measure.log").open("wb") as log:
         async with trio.open_nursery() as nursery:
             process: trio.Process = await nursery.start(
-                partial(trio.run_process, command, stdout=subprocess.PIPE, stderr=log, check=False)
+                partial(
+                    trio.run_process,
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    check=False,
+                    env=environment,
+                )
             )
             assert process.stdout is not None
             async for line in _lines(process.stdout):
@@ -182,10 +197,8 @@ async def _measure(work: Path, show: Show) -> None:
 
 
 def _error_of(progress: Progress) -> IntellectError:
-    kind = getattr(errors, progress.error_kind, None)
-    if isinstance(kind, type) and issubclass(kind, IntellectError) and kind.__init__ is Exception.__init__:
-        return kind(progress.error)
-    return EngineError("crashed", progress.error)
+    kind = _ERRORS.get(progress.error_kind)
+    return EngineError("crashed", progress.error) if kind is None else kind(progress.error)
 
 
 async def _lines(stream: trio.abc.ReceiveStream) -> AsyncIterator[bytes]:

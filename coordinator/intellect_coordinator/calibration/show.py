@@ -24,6 +24,7 @@ _SPREAD = {
     "logprob_drift_row": "log-prob drift",
 }
 _MAX_CODES = 3
+_FILE_WIDTH = 160
 
 
 @contextmanager
@@ -44,7 +45,8 @@ def print_report(report: Report, *, as_json: bool, with_toml: bool) -> None:
     if as_json:
         typer.echo(report.encoded().decode(), nl=False)
         return
-    console = Console()
+    terminal = Console()
+    console = terminal if terminal.is_terminal else Console(width=_FILE_WIDTH)
     console.print(_spread(report), _limits(report), _detection(report))
     for each in report.steering:
         console.print(

@@ -70,7 +70,8 @@ def choices_of(logits: Any, uniforms: npt.NDArray[np.float64], informative_top: 
     """The choices at each position.
 
     Args:
-        logits: torch float32 [n, vocab], divided by the temperature; top-k and top-p are not applied.
+        logits: torch float32 [n, vocab], divided by the temperature; top-k and top-p, which would leave
+            fewer choices, are not applied.
         uniforms: float64 [n].
         informative_top: largest probability of an informative position's likeliest token.
     """
