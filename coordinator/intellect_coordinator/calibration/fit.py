@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, Decimal
 
 import msgspec
 
@@ -26,6 +27,7 @@ FRAUD_PER_UNIT = 1e-6
 _TAIL = 0.1
 _SUSPECT_MARGIN, _FRAUD_MARGIN = 1.25, 1.75
 _COUNTS = ("exponent_mismatches", "sign_mismatches")
+_NEVER_FRAUD = ("logprob_drift_row",)
 _ALWAYS_FLOORED = ("negative_share", "sign_mismatches")
 _AT_MOST_ONE = ("negative_share", "far_share_row", "far_share_group", "max_distance", "inexact_share_group")
 
@@ -82,6 +84,8 @@ def choose_limit(name: str, values: Sequence[float], per_unit: float, floor: Lim
     most = max(values)
     suspect = max(tail_limit(values, SUSPECT_PER_UNIT / share), _SUSPECT_MARGIN * most, floor.suspect)
     fraud = max(tail_limit(values, FRAUD_PER_UNIT / share), _FRAUD_MARGIN * most, floor.fraud, suspect)
+    if name in _NEVER_FRAUD:
+        fraud = suspect
     if name in _COUNTS:
         return Limit(float(math.ceil(suspect)), float(math.ceil(fraud)))
     if name in _AT_MOST_ONE:
@@ -103,8 +107,8 @@ def _rounded_up(value: float) -> float:
     """Two significant digits: more would claim more than was measured."""
     if value <= 0:
         return 0.0
-    digits = 1 - math.floor(math.log10(value))
-    return float(f"{math.ceil(value * 10**digits - 1e-9) / 10**digits:.6g}")
+    exact = Decimal(repr(value))
+    return float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - 1), ROUND_CEILING))
 
 
 def fit(choosing: Values, testing: Values, units: int, dtype: str) -> tuple[Thresholds, list[Fitted]]:
