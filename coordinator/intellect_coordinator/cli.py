@@ -153,6 +153,57 @@ def audit(
     raise typer.Exit(0 if report.same else 1)
 
 
+@app.command(epilog=EXIT_CODES + " A calibration that was ended goes on where it stood.")
+def calibrate(
+    model: Annotated[Path, typer.Option(help="Folder with a checkpoint of the policy.")],
+    run: RunOption = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="The coordinator's key, to sign the run's next revision.")
+    ] = None,
+    password_file: PasswordOption = None,
+    work: Annotated[Path, typer.Option(help="Where measurements and report.json are kept.")] = Path(
+        "calibration"
+    ),
+    chunks: Annotated[int, typer.Option(help="Honest chunks to verify, at least.")] = 2000,
+    cheat_units: Annotated[int, typer.Option(help="Units of each cheat.")] = 2,
+    learning_rate: Annotated[float, typer.Option(help="Size of a step, for policies some steps old.")] = 1e-5,
+    seed: Annotated[int, typer.Option(help="Chooses prompts and samples.")] = 0,
+    from_version: Annotated[
+        int | None, typer.Option(help="Version from which the revision holds; default: as the last one.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the result; default: --run, or the terminal without --key.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Measure honest spread and cheats on this machine, and derive the thresholds of the checks."""
+    from functools import partial
+
+    import trio
+
+    from intellect_protocol.keys import load_signer
+
+    from .calibration.command import CalibrateOptions
+    from .calibration.command import calibrate as measure_and_fit
+    from .calibration.show import print_report, progress_line
+
+    options = CalibrateOptions(
+        model=model,
+        work=work,
+        run=run,
+        chunks=chunks,
+        cheat_units=cheat_units,
+        seed=seed,
+        learning_rate=learning_rate,
+        signer=None if key is None else load_signer(key, password_file),
+        from_version=from_version,
+        out=out,
+    )
+    with progress_line() as show:
+        report = trio.run(partial(measure_and_fit, options, show))
+    print_report(report, as_json=json, with_toml=out is None and key is None)
+
+
 @app.command(epilog=EXIT_CODES)
 def devchain(
     data_dir: Annotated[Path, typer.Option("--data-dir", help="Where the chain is kept.")],

@@ -123,6 +123,36 @@ class WindowTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_submission_bytes: int = 64 << 20
 
 
+class DetectionRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How often a cheat was noticed when the thresholds were calibrated."""
+
+    cheat: str
+    units: int  # judged
+    chunk: float  # share of its chunks whose commitment was suspect or fraud
+    suspect: float  # share of its units that were suspect or fraud
+    fraud: float  # share of its units that were fraud
+
+
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the thresholds come from: `intellect-coordinator calibrate`.
+
+    The bounds are 95 % upper bounds (Clopper-Pearson) on honest work that took no part in choosing the
+    thresholds, several verifiers' scores of one completion counted as independent.
+    """
+
+    report_hash: str  # hex SHA-256 of the report that has everything else
+    weights_hash: str  # hex SHA-256 over the weight files that were measured
+    chunks: int  # honest chunks, both halves
+    tested_chunks: int
+    false_suspect_chunk: float
+    false_fraud_chunk: float
+    tested_units: int
+    false_suspect_unit: float
+    false_fraud_unit: float
+    steering_bits: float  # per row, log2 of the completions that a cheat may choose among unsuspected
+    detection: list[DetectionRate]
+
+
 class RevisionTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part that may change during a run."""
 
@@ -134,6 +164,8 @@ class RevisionTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: WindowTerms = WindowTerms()
     head_poll_s: float = 5.0
     min_publish_interval_s: float = 2.0
+    # Left out of the signed bytes where there is none, as before there could be one.
+    calibration: Calibration | msgspec.UnsetType = msgspec.UNSET
 
 
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
