@@ -41,7 +41,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "auto"  # "cpu", "cuda", "cuda:<index>", "auto"
     dtype: str = "auto"  # "float32", "bfloat16", "auto"; the run configuration says which
     threads: int = 1
-    max_rows: int = 64  # sequences decoded at once
+    max_rows: int = 64  # sequences decoded or scored at once
     start_s: float = 180.0  # for the process to be up
     load_s: float = 600.0  # to load or swap a checkpoint
     stall_s: float = 120.0  # without a new token or result
