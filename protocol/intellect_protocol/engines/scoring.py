@@ -46,7 +46,7 @@ class Scoring:
         """
         self._decoder, self._rows, self._sampling, self._secret = decoder, rows, sampling, secret
         self._max_rows, self._batch_tokens = max_rows, batch_tokens
-        self._deliver, self._progress = batch_tokens, deliver, progress
+        self._deliver, self._progress = deliver, progress
 
     def run(self) -> None:
         """Score and deliver every row.
