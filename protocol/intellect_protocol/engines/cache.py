@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
 if TYPE_CHECKING:
     from .model import NativeDecoder
@@ -116,7 +115,7 @@ class _CacheAttend:
         keys[self.rows, :, self.positions] = key
         values[self.rows, :, self.positions] = value
         # The query heads of a kv head stand where the tokens of a longer query would.
-        mixed = functional.scaled_dot_product_attention(
+        mixed = self.batch.decoder.kernel(
             query.reshape(self.width, config.kv_heads, -1, config.head_dim),
             keys[: self.width, :, : self.length],
             values[: self.width, :, : self.length],

@@ -33,10 +33,13 @@ class HfPrompts:
 class TransformersDecoder:
     """A loaded model; see `decoder.Decoder`."""
 
-    attention = "transformers-sdpa"
-
-    def __init__(self, checkpoint_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint_dir: Path, dtype: torch.dtype, device: torch.device, attention: str = "sdpa"
+    ) -> None:
         """Load a folder; only safetensors, no code from it.
+
+        Args:
+            attention: "sdpa" or "eager", transformers' own.
 
         Raises:
             ConfigError: transformers does not know the architecture or it computes logits in another way.
@@ -47,6 +50,7 @@ class TransformersDecoder:
             model = AutoModelForCausalLM.from_pretrained(
                 checkpoint_dir,
                 dtype=dtype,
+                attn_implementation=attention,
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,
@@ -54,7 +58,7 @@ class TransformersDecoder:
         except (ValueError, KeyError, OSError, RuntimeError) as error:
             raise ConfigError(f"{checkpoint_dir}: {str(error).splitlines()[0]}") from error
         self._model: Any = model.eval().to(device)
-        self.device = device
+        self.device, self.attention = device, f"transformers-{attention}"
         config = model.config.get_text_config()
         self._head = model.get_output_embeddings()
         self._softcap = getattr(config, "final_logit_softcapping", None)

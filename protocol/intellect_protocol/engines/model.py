@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from ..errors import ConfigError
+from .attention import native_kernel
 from .cache import NativeBatch, NativePrompts
 from .decoder import ModelShape
 from .linear import Linear
@@ -99,15 +100,16 @@ def _take(tensors: Tensors, name: str, *shape: int) -> torch.Tensor:
 class NativeDecoder:
     """A loaded model; see `decoder.Decoder`."""
 
-    attention = "sdpa"
-
-    def __init__(self, config: NativeConfig, tensors: Tensors) -> None:
+    def __init__(self, config: NativeConfig, tensors: Tensors, attention: str = "sdpa") -> None:
         """Take the weights out of `tensors`.
+
+        Args:
+            attention: "sdpa" or "eager".
 
         Raises:
             ConfigError: a tensor is missing, has another shape, or is not known to the architecture.
         """
-        self.config = config
+        self.config, self.attention, self.kernel = config, attention, native_kernel(attention)
         parameters = sum(tensor.numel() for tensor in tensors.values())
         self.embedding = _take(tensors, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [_Layer(tensors, index, config) for index in range(config.layers)]
@@ -236,6 +238,7 @@ class _CausalAttend:
 
     def __init__(self, decoder: NativeDecoder, rows: int, length: int, *, keep: bool) -> None:
         self.config, self.rows, self.length, self.keep = decoder.config, rows, length, keep
+        self.kernel = decoder.kernel
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
@@ -251,7 +254,7 @@ class _CausalAttend:
             self.values.append(value)
         # One "batch" entry per kv head; its query heads see the same keys through a stride of zero.
         flat = (rows * config.kv_heads, 1, length, config.head_dim)
-        mixed = functional.scaled_dot_product_attention(
+        mixed = self.kernel(
             query.view(rows, length, config.heads, config.head_dim)
             .transpose(1, 2)
             .reshape(rows * config.kv_heads, group, length, config.head_dim),
@@ -270,6 +273,7 @@ class _PrefixAttend:
         self, decoder: NativeDecoder, prompts: NativePrompts, index: torch.Tensor, length: int
     ) -> None:
         self.config, self.prompts, self.index, self.length = decoder.config, prompts, index, length
+        self.kernel = decoder.kernel
         group = self.config.heads // self.config.kv_heads
         prefix = prompts.keys[0].shape[2]
         device = decoder.device
@@ -290,7 +294,7 @@ class _PrefixAttend:
         shape = (rows, length, config.kv_heads, config.head_dim)
         key = torch.cat((self.prompts.keys[layer][self.index], key.view(shape).transpose(1, 2)), dim=2)
         value = torch.cat((self.prompts.values[layer][self.index], value.view(shape).transpose(1, 2)), dim=2)
-        mixed = functional.scaled_dot_product_attention(
+        mixed = self.kernel(
             query.view(rows, length, config.heads, config.head_dim)
             .transpose(1, 2)
             .reshape(rows, config.kv_heads, group * length, config.head_dim),

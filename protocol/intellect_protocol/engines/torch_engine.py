@@ -16,6 +16,7 @@ import torch
 
 from .. import sampling as seeded
 from ..errors import ConfigError, NumericError, PreflightError, UsageError
+from .attention import KERNELS
 from .base import (
     CompletionSink,
     EngineInfo,
@@ -84,8 +85,14 @@ def choose_dtype(dtype: str, device: torch.device, parameters: int) -> torch.dty
 class TorchEngine:
     """See `base.Engine`."""
 
-    def __init__(self, *, device: str = "auto", dtype: str = "auto", max_rows: int = 64) -> None:
+    def __init__(
+        self, *, device: str = "auto", dtype: str = "auto", max_rows: int = 64, attention: str = "auto"
+    ) -> None:
         """Choose the device; weights come with `load`.
+
+        Args:
+            attention: one of `attention.KERNELS`; "auto" is the native decoder's "sdpa". An architecture that
+                it does not know runs through transformers with the same kernel.
 
         Raises:
             PreflightError, ConfigError: as `choose_device`.
@@ -93,7 +100,10 @@ class TorchEngine:
         self._device = choose_device(device)
         if dtype not in (*_DTYPES, "auto"):
             raise ConfigError(f"dtype must be auto, float32 or bfloat16, not {dtype!r}")
+        if attention not in KERNELS:
+            raise ConfigError(f"attention must be one of {', '.join(KERNELS)}, not {attention!r}")
         self._wanted_dtype, self._max_rows = dtype, max_rows
+        self._attention = "sdpa" if attention == "auto" else attention
         self._dtype = torch.float32
         self._config: dict[str, Any] = {}
         self._decoder: Decoder[Any] | None = None
@@ -113,9 +123,10 @@ class TorchEngine:
     def _decode_with(
         self, native: NativeConfig | None, checkpoint_dir: Path, dtype: torch.dtype
     ) -> Decoder[Any]:
-        if native is None:
-            return TransformersDecoder(checkpoint_dir, dtype, self._device)
-        return NativeDecoder(native, load_tensors(checkpoint_dir, dtype, self._device))
+        own, _, kernel = self._attention.rpartition("-")
+        if own or native is None:
+            return TransformersDecoder(checkpoint_dir, dtype, self._device, kernel)
+        return NativeDecoder(native, load_tensors(checkpoint_dir, dtype, self._device), kernel)
 
     def _check_memory(self, size_bytes: int) -> None:
         needed = int(size_bytes * _LOAD_OVERHEAD)

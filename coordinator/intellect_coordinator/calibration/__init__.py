@@ -1,0 +1,1 @@
+"""Measuring how far honest settings spread and how far cheats lie from them, and limits between the two."""
