@@ -25,7 +25,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +34,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import msgspec
 import torch
 import trio
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from intellect_coordinator.new_run import model_terms
 from intellect_node.rollout import Policy, UnitBuilder
 from intellect_protocol.checkpoint import Probe, state_hash
+from intellect_protocol.engines.attention import native_kernel
 from intellect_protocol.engines.base import (
     Completion,
     EngineInfo,
@@ -48,7 +47,6 @@ from intellect_protocol.engines.base import (
     Sampling,
     ScoreRow,
 )
-from intellect_protocol.engines.hf_model import TransformersDecoder
 from intellect_protocol.engines.torch_engine import TorchEngine
 from intellect_protocol.environments.tasks import load_tasks
 from intellect_protocol.keys import LocalSigner, work_digest
@@ -145,40 +143,29 @@ def run_config(name: str, folder: Path) -> RunConfig:
     return RunConfig(terms, revision).signed(KEY)
 
 
-class Decoding(TorchEngine):
-    """The torch engine with the decoder that a setting names."""
-
-    def __init__(self, decoder: str, dtype: str, folder: Path) -> None:
-        super().__init__(device="cpu", dtype=dtype)
-        self._kind = decoder
-        self.load(folder)
-
-    def _decode_with(self, native: Any, checkpoint_dir: Path, dtype: torch.dtype) -> Any:
-        if self._kind == "native":
-            return super()._decode_with(native, checkpoint_dir, dtype)
-        return TransformersDecoder(checkpoint_dir, dtype, torch.device("cpu"))
-
-
 class Engines:
-    """The weights of one model in every decoder and dtype that was asked for, as one engine's client."""
+    """One model in every implementation and dtype that was asked for; the kernel is switched in place."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self._folder, self._dtype = folder, dtype
-        self._made: dict[tuple[str, str], Decoding] = {}
+        self._made: dict[tuple[str, str], TorchEngine] = {}
 
     def using(self, setting: Setting) -> Client:
         """The engine that computes as the setting says."""
-        key = (setting.decoder, setting.dtype or self._dtype)
-        if key not in self._made:
-            self._made[key] = Decoding(*key, self._folder)
-        return Client(self._made[key], setting)
+        dtype = setting.dtype or self._dtype
+        if (setting.decoder, dtype) not in self._made:
+            attention = "sdpa" if setting.decoder == "native" else "transformers-sdpa"
+            engine = TorchEngine(device="cpu", dtype=dtype, attention=attention)
+            engine.load(self._folder)
+            self._made[setting.decoder, dtype] = engine
+        return Client(self._made[setting.decoder, dtype], setting)
 
 
 @dataclass
 class Client:
     """An engine's client interface on an engine in this process; keeps the last scores."""
 
-    engine: Decoding
+    engine: TorchEngine
     setting: Setting
     scores: Sequence[RowScore] = ()
 
@@ -186,15 +173,16 @@ class Client:
     def info(self) -> EngineInfo:
         return self.engine.info()
 
-    def _set(self) -> AbstractContextManager[Any]:
-        eager = self.setting.attention == "eager"
+    def _set(self) -> None:
+        decoder: Any = self.engine._decoder
         self.engine._max_rows = self.setting.rows
         torch.set_num_threads(self.setting.threads)
         if self.setting.decoder == "native":
-            return sdpa_kernel(SDPBackend.MATH) if eager else nullcontext()
-        model: Any = self.engine._loaded()
-        model._model.set_attn_implementation(self.setting.attention)
-        return nullcontext()
+            decoder.kernel = native_kernel(self.setting.attention)
+            decoder.attention = self.setting.attention
+        else:
+            decoder._model.set_attn_implementation(self.setting.attention)
+            decoder.attention = f"transformers-{self.setting.attention}"
 
     async def update(self, checkpoint_dir: Path) -> EngineInfo:
         return self.engine.update(checkpoint_dir)
@@ -209,16 +197,16 @@ class Client:
         self, requests: Sequence[GenerateRequest], sampling: Sampling
     ) -> list[list[Completion]]:
         found: dict[tuple[int, int], Completion] = {}
-        with self._set():
-            self.engine.generate(
-                requests, sampling, lambda r, s, c: found.__setitem__((r, s), c), lambda tokens: None
-            )
+        self._set()
+        self.engine.generate(
+            requests, sampling, lambda r, s, c: found.__setitem__((r, s), c), lambda tokens: None
+        )
         return [[found[r, s] for s in range(len(request.seeds))] for r, request in enumerate(requests)]
 
     async def score(self, rows: Sequence[ScoreRow], sampling: Sampling, secret: bytes) -> list[RowScore]:
         found: dict[int, RowScore] = {}
-        with self._set():
-            self.engine.score(rows, sampling, secret, found.__setitem__, lambda tokens: None)
+        self._set()
+        self.engine.score(rows, sampling, secret, found.__setitem__, lambda tokens: None)
         self.scores = [found[number] for number in range(len(rows))]
         return list(self.scores)
 
