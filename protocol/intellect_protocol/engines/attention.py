@@ -13,7 +13,7 @@ Kernel = Callable[..., torch.Tensor]
 """(query [..., n, dim], key and value [..., m, dim], attn_mask=None, is_causal=False) -> [..., n, dim]."""
 
 KERNELS = ("auto", "sdpa", "eager", "transformers-sdpa", "transformers-eager")
-"""What an engine can be asked for; "transformers-..." runs any architecture through transformers' own model."""
+"""What an engine can be asked for; "transformers-..." runs any architecture through transformers."""
 
 
 def eager_attention(

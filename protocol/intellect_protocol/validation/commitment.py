@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from ..engines.base import RowScore
 from ..errors import ProofError
@@ -42,44 +43,54 @@ def _scaled(count: int, report: ChunkReport) -> float:
     return count * TOP_K / report.compared if report.compared else float(TOP_K)
 
 
-_MEASURES: list[tuple[str, str, Callable[[ChunkReport], float], Callable[[Thresholds], Limit]]] = [
-    (
+class ChunkMeasure(NamedTuple):
+    """One quantity of a chunk that has a limit."""
+
+    code: str
+    what: str
+    measure: Callable[[ChunkReport], float]
+    limit_of: Callable[[Thresholds], Limit]
+
+
+CHUNK_MEASURES = {
+    "exponent_mismatches": ChunkMeasure(
         "commitment_exponents",
         "exponents of the hidden states that differ, of 128",
         lambda report: _scaled(report.exponent_mismatches, report),
         lambda limits: limits.exponent_mismatches,
     ),
-    (
+    "sign_mismatches": ChunkMeasure(
         "commitment_signs",
         "signs of the hidden states that differ, of 128",
         lambda report: _scaled(report.sign_mismatches, report),
         lambda limits: limits.sign_mismatches,
     ),
-    (
+    "mantissa_mean": ChunkMeasure(
         "commitment_mantissa_mean",
         "mean mantissa error of the hidden states",
         lambda report: report.mantissa_mean,
         lambda limits: limits.mantissa_mean,
     ),
-    (
+    "mantissa_median": ChunkMeasure(
         "commitment_mantissa_median",
         "median mantissa error of the hidden states",
         lambda report: report.mantissa_median,
         lambda limits: limits.mantissa_median,
     ),
-    (
+    "negative_share": ChunkMeasure(
         "commitment_negative",
         "share of random places where the proof looks like real hidden states",
         lambda report: report.negative_share if report.negative_tested >= MIN_NEGATIVE else 0.0,
         lambda limits: limits.negative_share,
     ),
-    (
+    "collisions": ChunkMeasure(
         "commitment_collisions",
         "hidden states that the proof's modulus cannot tell apart",
         lambda report: report.collisions,
         lambda limits: COLLISIONS,
     ),
-]
+}
+"""By the name of the limit in `Thresholds`, where it has one there."""
 
 
 def check_commitments(scores: Sequence[RowScore], limits: Thresholds) -> list[Finding]:
@@ -95,7 +106,7 @@ def check_commitments(scores: Sequence[RowScore], limits: Thresholds) -> list[Fi
 
 
 def _row_findings(number: int, reports: Sequence[ChunkReport], limits: Thresholds) -> Iterator[Finding]:
-    for code, what, measure, limit_of in _MEASURES:
+    for code, what, measure, limit_of in CHUNK_MEASURES.values():
         values = [measure(report) for report in reports]
         chunk = max(range(len(values)), key=values.__getitem__)
         graded = grade(values[chunk], limit_of(limits))
@@ -105,13 +116,16 @@ def _row_findings(number: int, reports: Sequence[ChunkReport], limits: Threshold
             yield Finding(Check.COMMITMENT, code, kind, text, number, values[chunk], limit)
 
 
+def unit_mantissa(scores: Sequence[RowScore]) -> float | None:
+    """Median over a unit's chunks of their mean mantissa error; None where there are too few to judge."""
+    means = [report.mantissa_mean for score in scores for report in score.chunk_reports]
+    return median(means) if len(means) >= MIN_UNIT_CHUNKS else None
+
+
 def _unit_findings(scores: Sequence[RowScore], limits: Thresholds) -> list[Finding]:
     """The unit's median chunk: steadier than any single one, it tells quantised weights from honest noise."""
-    means = [report.mantissa_mean for score in scores for report in score.chunk_reports]
-    if len(means) < MIN_UNIT_CHUNKS:
-        return []
-    middle = median(means)
-    graded = grade(middle, limits.mantissa_mean_unit)
+    middle = unit_mantissa(scores)
+    graded = None if middle is None else grade(middle, limits.mantissa_mean_unit)
     if not graded:
         return []
     kind, limit = graded

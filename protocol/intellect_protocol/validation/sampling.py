@@ -28,8 +28,13 @@ SUSPECT_FAR_TOKENS = 2
 FRAUD_FAR_TOKENS = 4
 
 
-class _Positions:
-    """Scored positions of a row or a group."""
+class Positions:
+    """Scored positions of a row or a group.
+
+    Attributes:
+        far: distances above `far_distance`.
+        abstains: fewer informative positions than `min_informative`; the mean and the share are then 0.
+    """
 
     def __init__(self, scores: Sequence[RowScore], limits: Thresholds) -> None:
         self.distances: npt.NDArray[np.float64] = np.concatenate([score.distances for score in scores])
@@ -60,7 +65,7 @@ def check_sampling(scores: Sequence[RowScore], group_size: int, limits: Threshol
     for number, score in enumerate(scores):
         findings += _row_findings(number, score, limits)
     for start in range(0, len(scores), group_size):
-        group = _Positions(scores[start : start + group_size], limits)
+        group = Positions(scores[start : start + group_size], limits)
         name = f"prompt {start // group_size}"
         findings += _shares(name, None, group, limits.far_share_group, limits.mean_distance_group, "group")
         findings += _graded(
@@ -74,7 +79,7 @@ def check_sampling(scores: Sequence[RowScore], group_size: int, limits: Threshol
 
 
 def _row_findings(number: int, score: RowScore, limits: Thresholds) -> list[Finding]:
-    row = _Positions([score], limits)
+    row = Positions([score], limits)
     worst = int(row.distances.argmax())
     findings = _graded(
         "sampling_distance",
@@ -88,7 +93,7 @@ def _row_findings(number: int, score: RowScore, limits: Thresholds) -> list[Find
 
 
 def _shares(
-    name: str, row: int | None, positions: _Positions, far: Limit, mean: Limit, scope: str
+    name: str, row: int | None, positions: Positions, far: Limit, mean: Limit, scope: str
 ) -> list[Finding]:
     far_text = f"{name}: share of tokens far from what the seeds draw"
     if positions.far < SUSPECT_FAR_TOKENS:
