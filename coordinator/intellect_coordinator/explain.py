@@ -115,9 +115,13 @@ def print_audit(report: AuditReport, *, as_json: bool) -> None:
     if as_json:
         _print_json({**msgspec.to_builtins(report), "same": report.same})
         return
-    typer.echo(f"evidence {report.evidence_hash}")
+    typer.echo(f"run {report.run} ({report.run_id[:16]}), evidence {report.evidence_hash}")
     typer.echo(f"unit {report.version}/{report.index} of node {report.node}")
-    typer.echo(f"judged again: {report.outcome}")
+    engine = report.engine
+    how = "without a model"
+    if engine is not None:
+        how = f"{engine.engine} {engine.attention} {engine.dtype}, {engine.max_rows} rows, on {engine.device}"
+    typer.echo(f"judged again: {report.outcome} ({how})")
     _print_findings(report.findings)
     if report.same:
         typer.echo(f"same verdict: {report.said_outcome}")
@@ -129,7 +133,8 @@ def print_audit(report: AuditReport, *, as_json: bool) -> None:
 def _print_findings(notes: list[FindingNote]) -> None:
     for note in notes:
         where = "" if note.row is None else f" row {note.row}"
-        measured = "" if note.measured is None else f" (measured {note.measured:.4g}, limit {note.limit:.4g})"
+        limit = "" if note.limit is None else f", limit {note.limit:.4g}"
+        measured = "" if note.measured is None else f" (measured {note.measured:.4g}{limit})"
         typer.echo(f"  {note.kind}: {note.check}/{note.code}{where}: {note.text}{measured}")
 
 
