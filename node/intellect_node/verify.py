@@ -12,8 +12,8 @@ or beside the folder as `<folder>.manifest`, where a trainer puts it.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from intellect_protocol.checkpoint import (
     verify_folder,
     verify_manifest,
 )
-from intellect_protocol.engines.base import EngineInfo
+from intellect_protocol.engines.base import EngineInfo, RowScore, Sampling, ScoreRow
 from intellect_protocol.errors import (
     EXIT_OK,
     EXIT_REFUSED,
@@ -43,7 +43,7 @@ from intellect_protocol.validation.findings import Check, Finding, Kind, Outcome
 from intellect_protocol.wire import decode, sha256
 
 from .chain import open_ledger
-from .own_checks import NOT_RUN, ClientScorer, OwnReport, check_own, own_context, refused_file
+from .own_checks import NOT_RUN, OwnReport, check_own, own_context, refused_file
 from .work_cli import REMEDIES
 
 if TYPE_CHECKING:
@@ -106,24 +106,37 @@ async def verify_file(options: VerifyOptions) -> Verified:
     node, signature = await trio.to_thread.run_sync(_own, options, meta, sha256(data))
     checkpoint, block = await _recorded(options, meta)
 
-    from intellect_protocol.engines.supervisor import open_engine
     from intellect_protocol.environments.tasks import load_tasks
 
-    async with _weights(options, meta.version, checkpoint) as (folder, origin):
+    async with AsyncExitStack() as stack, _weights(options, meta.version, checkpoint) as (folder, origin):
         tasks = await trio.to_thread.run_sync(load_tasks, run.terms, folder)
         context = own_context(run, tasks, node, meta.version, checkpoint, block, meta.index, data, signature)
-        async with open_engine(options.engine) as engine:
-            info = await engine.load(folder)
-            report = await check_own(data, context, ClientScorer(engine))
+        scorer = _EngineOnDemand(stack, options.engine, folder)
+        report = await check_own(data, context, scorer)
     return Verified(
         file=str(options.file),
         version=meta.version,
         index=meta.index,
         node=f"0x{node.hex()}",
         weights=origin,
-        engine=info,
+        engine=scorer.info,
         report=report,
     )
+
+
+class _EngineOnDemand:
+    """A scorer whose engine is started when a unit comes as far as to need it."""
+
+    def __init__(self, stack: AsyncExitStack, options: EngineOptions, folder: Path) -> None:
+        self._stack, self._options, self._folder = stack, options, folder
+        self.info: EngineInfo | None = None
+
+    async def score(self, rows: Sequence[ScoreRow], sampling: Sampling, secret: bytes) -> list[RowScore]:
+        from intellect_protocol.engines.supervisor import open_engine
+
+        client = await self._stack.enter_async_context(open_engine(self._options))
+        self.info = await client.load(self._folder)
+        return await client.score(rows, sampling, secret=secret)
 
 
 def _read(path: Path, most: int) -> bytes:
