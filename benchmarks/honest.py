@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Threads that spin while they wait would burn most of the time of the two-thread settings on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import msgspec
 import torch
