@@ -149,7 +149,7 @@ class AuditSite:
             judgement.outcome.value, judgement.fraud, to_notes(judgement.findings), b"", 0, 0, 0.1, SECRET
         )
 
-    def bundle(self, file: bytes, verdict: JudgeVerdict, **changes: object) -> bytes:
+    def bundle(self, file: bytes, verdict: JudgeVerdict, /, **changes: object) -> bytes:
         """The evidence that goes with a verdict of fraud; `changes` forge fields of it."""
         claims, content = self.claims(file), encode(verdict)
         run_id = self.config.run_id
