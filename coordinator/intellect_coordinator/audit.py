@@ -3,6 +3,13 @@
 Needs the bundle and the weights of its version; no coordinator. The weights come from a folder, or from
 the swarm for whoever holds a validator's or a bound node's key (peers serve weights to nobody else). They are
 checked against the signed manifest in the bundle, so whoever they come from cannot sway the result.
+
+Another machine rounds differently, and so do another batch size, attention kernel, dtype or number of
+threads: measured values move a little, and a finding close to its limit may come or go. A verdict is
+therefore the same if its outcome is, and if it rests on the same check with at least one reason in common.
+
+What a bundle cannot show is that its run is *the* run: its configuration is signed by the key that it names
+itself. Whoever has the run's own run.toml compares the two (`same_run`).
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import msgspec
 import trio
 
 from intellect_protocol.checkpoint import verify_folder
+from intellect_protocol.engines.base import EngineInfo
 from intellect_protocol.errors import ConfigError, IntellectError, InvalidDataError, UsageError
 from intellect_protocol.keys import LocalSigner, PeerKey
 from intellect_protocol.messages import FindingNote
@@ -28,11 +36,15 @@ from .reviews import claims_of
 
 if TYPE_CHECKING:
     from intellect_protocol.engines.supervisor import EngineOptions
+    from intellect_protocol.run import RunConfig
+    from intellect_protocol.validation.pipeline import Judgement
 
 
 class AuditReport(msgspec.Struct, frozen=True):
     """What the audit found beside what the validator had said."""
 
+    run: str
+    run_id: str
     evidence_hash: str
     node: str
     version: int
@@ -41,16 +53,35 @@ class AuditReport(msgspec.Struct, frozen=True):
     findings: list[FindingNote]
     said_outcome: str
     said_findings: list[FindingNote]
+    engine: EngineInfo | None  # None: the unit was refused by a check that needs no model
 
     @property
     def same(self) -> bool:
-        """Whether both verdicts are of one outcome, for the same reasons."""
-        return self.outcome == self.said_outcome and reasons(self.findings) == reasons(self.said_findings)
+        """Whether both verdicts are of one outcome, of one check, and share a reason."""
+        own, said = reasons(self.findings), reasons(self.said_findings)
+        checks = {check for check, _ in own} == {check for check, _ in said}
+        return self.outcome == self.said_outcome and checks and (own == said or bool(own & said))
 
 
 def reasons(notes: list[FindingNote]) -> set[tuple[str, str]]:
     """(check, code) of the findings that decide; notes and near misses may differ between machines."""
     return {(note.check, note.code) for note in notes if note.kind in ("fraud", "invalid", "stale")}
+
+
+def same_run(checked: CheckedEvidence, run: RunConfig) -> None:
+    """Compare a bundle with the run that it is said to be of.
+
+    Raises:
+        InvalidDataError: another run, or limits that the run's coordinator did not sign into this revision.
+    """
+    theirs = checked.config
+    if theirs.run_id != run.run_id:
+        raise InvalidDataError(
+            f"the evidence is of run {theirs.terms.name} ({theirs.run_id.hex()[:16]}), not of "
+            f"{run.terms.name} ({run.run_id.hex()[:16]})"
+        )
+    if theirs.revision.number == run.revision.number and theirs.revision != run.revision:
+        raise InvalidDataError(f"the evidence has another revision {run.revision.number} than the run")
 
 
 def read_bundle(path: Path) -> CheckedEvidence:
@@ -105,9 +136,25 @@ async def audit(
         evidence = checked.evidence
         async with Judge(checked.config, _Folder(folder, evidence.version), engine) as judge:
             judgement = await judge.judge(evidence.file, claims_of(checked), checked.verdict.secret)
+            info = judge.engine_info
+    return compare(checked, judgement, info)
+
+
+def compare(checked: CheckedEvidence, judgement: Judgement, engine: EngineInfo | None) -> AuditReport:
+    """Put a judgement of a bundle's unit beside the validator's.
+
+    Args:
+        engine: what scored the unit; None if no model was needed.
+
+    Raises:
+        IntellectError: the judgement is inconclusive; the fault is this machine's.
+    """
     if judgement.outcome is Outcome.INCONCLUSIVE:
         raise IntellectError(f"the audit failed on this machine: {judgement.fault}")
+    evidence = checked.evidence
     return AuditReport(
+        run=checked.config.terms.name,
+        run_id=checked.config.run_id.hex(),
         evidence_hash=checked.evidence_hash.hex(),
         node=f"0x{evidence.node.hex()}",
         version=evidence.version,
@@ -116,6 +163,7 @@ async def audit(
         findings=to_notes(judgement.findings),
         said_outcome=checked.verdict.outcome,
         said_findings=checked.verdict.findings,
+        engine=engine,
     )
 
 

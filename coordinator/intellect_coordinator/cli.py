@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -128,7 +128,19 @@ def audit(
     ] = None,
     password_file: PasswordOption = None,
     data_dir: DataDirOption = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="The run's own run.toml; evidence of another run is refused.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<index>.")] = "auto",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, typer.Option(help="Instead of the run's.")
+    ] = None,
+    attention: Annotated[
+        Literal["auto", "sdpa", "eager", "transformers-sdpa", "transformers-eager"],
+        typer.Option(help="Attention kernel; transformers-...: its implementation of the model."),
+    ] = "auto",
+    batch_rows: Annotated[int, typer.Option(min=1, help="Rows that are scored at once.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     json: JsonOption = False,
 ) -> None:
     """Judge the evidence of a slashing case again and compare the verdicts."""
@@ -138,13 +150,22 @@ def audit(
 
     from intellect_protocol.engines.supervisor import EngineOptions
     from intellect_protocol.keys import load_signer
+    from intellect_protocol.run import load_run_config
 
     from .audit import audit as judge_again
-    from .audit import read_bundle
+    from .audit import read_bundle, same_run
     from .explain import print_audit
 
     checked = read_bundle(bundle)
-    engine = EngineOptions(device=device, dtype=checked.config.terms.model.dtype)
+    if run is not None:
+        same_run(checked, load_run_config(run))
+    engine = EngineOptions(
+        device=device,
+        dtype=dtype or checked.config.terms.model.dtype,
+        attention=attention,
+        max_rows=batch_rows,
+        threads=threads,
+    )
     signer = None if key is None else load_signer(key, password_file)
     report = trio.run(
         partial(judge_again, checked, engine, weights=weights, signer=signer, data_dir=data_dir)

@@ -116,9 +116,13 @@ def print_audit(report: AuditReport, *, as_json: bool) -> None:
     if as_json:
         _print_json({**msgspec.to_builtins(report), "same": report.same})
         return
-    typer.echo(f"evidence {report.evidence_hash}")
+    typer.echo(f"run {report.run} ({report.run_id[:16]}), evidence {report.evidence_hash}")
     typer.echo(f"unit {report.version}/{report.index} of node {report.node}")
-    typer.echo(f"judged again: {report.outcome}")
+    engine = report.engine
+    how = "without a model"
+    if engine is not None:
+        how = f"{engine.engine} {engine.attention} {engine.dtype}, {engine.max_rows} rows, on {engine.device}"
+    typer.echo(f"judged again: {report.outcome} ({how})")
     _print_findings(report.findings)
     if report.same:
         typer.echo(f"same verdict: {report.said_outcome}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from intellect_protocol.wire import decode_canonical, sha256
 from . import jobs, judgement, schema, submissions
 from .batches import BatchStore, check_batch, check_rows
 from .blobs import BlobStore
+from .duplicates import DuplicateIndex, Tokens
 from .intake import now_ms
 from .standing import Standing
 from .store import Record, Store
@@ -42,6 +44,8 @@ from .store import Record, Store
 MAX_VERDICT_BYTES = 512 * 1024
 _POSTPONE_MS = 2_000
 _LOOK_AGAIN_S = 0.25
+
+logger = logging.getLogger(__name__)
 
 Concluded = Callable[[int, SubmissionState], Awaitable[None]]
 
@@ -84,6 +88,7 @@ class JobDesk:
         self._concluded = concluded
         self._limits = limits or DeskLimits()
         self._clock_ms = clock_ms
+        self._duplicates = DuplicateIndex()
 
     async def run(self) -> None:
         """Take back jobs whose lease ran out, until cancelled."""
@@ -239,7 +244,35 @@ class JobDesk:
 
         state = await self._store.write(step)
         if state is not None:
+            await self._remark(row, job, verdict, body)
             await self._concluded(row.id, state)
+
+    async def _remark(self, row: Record, job: Record, verdict: JudgeVerdict, body: bytes) -> None:
+        """Note completions that another node has as well; a failure here leaves the verdict as it is."""
+        accepted = verdict.outcome == "accepted"
+        if not accepted and not verdict.fraud:
+            return
+        try:
+            rows = await trio.to_thread.run_sync(self._rows_of, row, body if accepted else None)
+        except InvalidDataError as error:
+            logger.info("unit %d/%d: not compared with others: %s", row.version, row.unit_index, error)
+            return
+        unit = judgement.unit_of(row)
+        note = self._duplicates.remark(unit, rows)
+        if accepted:
+            self._duplicates.add(unit, rows)
+        if note is not None:
+            await self._store.write(
+                partial(submissions.add_findings, submission_id=row.id, job_id=job.id, notes=[note])
+            )
+
+    def _rows_of(self, row: Record, batch: bytes | None) -> Sequence[Tokens]:
+        """Rows of an accepted unit's batch file, or of the rollout file of another one."""
+        limits = self.file_limits()
+        if batch is not None:
+            return read_batch(batch, limits).rows
+        file = self._blobs.get(row.file_hash, max_bytes=limits.max_file_bytes)
+        return [] if file is None else read_unit(file, limits).rows
 
     def _accept_batch(self, row: Record, verdict: JudgeVerdict, validator: str, body: bytes) -> None:
         """Check a batch file against the verdict and the rollout file, and hand it to the trainer."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import trio
-from sqlalchemy import Connection, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, func, insert, or_, select, update
 
 from intellect_protocol.keys import address_bytes
 from intellect_protocol.messages import JobKind
@@ -25,6 +25,7 @@ from . import schema
 from .store import Record
 from .submissions import Unit
 
+PREFER_OTHERS_MS = 10_000
 QUEUED, LEASED, DONE = "queued", "leased", "done"
 _JOBS = schema.jobs
 # Cases have deadlines, roots and reviews hold others up; fresh submissions can wait that long.
@@ -71,7 +72,11 @@ def add_judge(
     kind: JobKind = JobKind.JUDGE,
     not_for: str | None = None,
 ) -> None:
-    """Queue the `attempt`-th judging of a submission, by anybody but `not_for`."""
+    """Queue the `attempt`-th judging of a submission.
+
+    Args:
+        not_for: who may not do it: a review never, a judging only after a while in which nobody else came.
+    """
     job_id = judge_job_id(run_id, unit.version, unit.node, unit.index, file_hash, attempt)
     _add(connection, job_id, kind, now_ms, submission_id=submission_id, attempt=attempt, not_for=not_for)
 
@@ -124,7 +129,7 @@ def claim(
                 _JOBS.c.kind == kind,
                 _JOBS.c.not_before_ms <= now_ms,
                 or_(_JOBS.c.assigned_to.is_(None), _JOBS.c.assigned_to == validator),
-                or_(_JOBS.c.not_for.is_(None), _JOBS.c.not_for != validator),
+                or_(*_allowed(kind, validator, now_ms)),
             )
             .order_by(_JOBS.c.seq)
             .limit(1)
@@ -142,6 +147,13 @@ def claim(
             )
             return found
     return None
+
+
+def _allowed(kind: JobKind, validator: str, now_ms: int) -> list[ColumnElement[bool]]:
+    allowed = [_JOBS.c.not_for.is_(None), _JOBS.c.not_for != validator]
+    if kind == JobKind.JUDGE:
+        allowed.append(_JOBS.c.not_before_ms <= now_ms - PREFER_OTHERS_MS)
+    return allowed
 
 
 def extend(connection: Connection, job_id: bytes, validator: str, now_ms: int, lease_ms: int) -> bool:

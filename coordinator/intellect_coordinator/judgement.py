@@ -3,7 +3,9 @@
     accepted      the batch file is in the batch store, then the row says so
     rejected      findings to the node; a fraud is noted for `slashing`
     suspect       another validator reviews; suspect again: rejected, never fraud
-    inconclusive  our own fault: judged again, a bounded number of times, and never held against the node
+    inconclusive  our own fault: judged again, a bounded number of times, and never held against the node;
+                  once more by anybody, then rather by others than the validator that failed. A review stays
+                  a review, by another validator than the one who was suspicious.
 
 Functions of a connection, called inside one write transaction that also stores the verdict.
 """
@@ -68,7 +70,7 @@ def apply(
     submissions.add_findings(connection, row.id, job.id, verdict.findings)
     jobs.finish(connection, job.id)
     if verdict.outcome == "inconclusive":
-        return retry(connection, run_id, row, now_ms)
+        return retry(connection, run_id, row, job, validator, now_ms)
     if verdict.outcome == "suspect" and job.kind == JobKind.JUDGE:
         submissions.set_attempts(connection, row.id, row.attempts + 1)
         jobs.add_judge(
@@ -105,8 +107,14 @@ def apply(
     return state
 
 
-def retry(connection: Connection, run_id: bytes, row: Record, now_ms: int) -> SubmissionState | None:
-    """Judge a submission once more, or end it as inconclusive after too many tries."""
+def retry(
+    connection: Connection, run_id: bytes, row: Record, job: Record, failed: str | None, now_ms: int
+) -> SubmissionState | None:
+    """Judge a submission once more, or end it as inconclusive after too many tries.
+
+    Args:
+        job: that led to nothing. failed: the validator who had it.
+    """
     attempt = row.attempts + 1
     submissions.set_attempts(connection, row.id, attempt)
     if attempt >= MAX_ATTEMPTS:
@@ -122,8 +130,17 @@ def retry(connection: Connection, run_id: bytes, row: Record, now_ms: int) -> Su
         row.id,
         attempt=attempt,
         now_ms=now_ms + 250 * 2**attempt,
+        kind=JobKind(job.kind),
+        not_for=_not_for(job, failed, attempt),
     )
     return None
+
+
+def _not_for(job: Record, failed: str | None, attempt: int) -> str | None:
+    if job.kind == JobKind.REVIEW:
+        return job.not_for  # type: ignore[no-any-return]
+    # What failed once may have been a restart under way; what failed twice is better tried elsewhere.
+    return failed if attempt > 1 else None
 
 
 def sweep_leases(connection: Connection, run_id: bytes, now_ms: int) -> int:
@@ -134,7 +151,7 @@ def sweep_leases(connection: Connection, run_id: bytes, now_ms: int) -> int:
             jobs.finish(connection, job.id)
             row = submissions.get(connection, job.submission_id)
             if row is not None and row.state in submissions.PENDING:
-                retry(connection, run_id, row, now_ms)
+                retry(connection, run_id, row, job, job.validator, now_ms)
         else:
             jobs.postpone(connection, job.id, now_ms)
     return len(lost)

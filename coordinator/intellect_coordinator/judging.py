@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import trio
 
-from intellect_protocol.engines.base import RowScore, Sampling, ScoreRow
+from intellect_protocol.engines.base import EngineInfo, RowScore, Sampling, ScoreRow
 from intellect_protocol.errors import IntellectError
 from intellect_protocol.messages import JudgeVerdict
 from intellect_protocol.rollouts import Batch, BatchMeta, write_batch
@@ -78,6 +78,11 @@ class Judge:
     async def __aexit__(self, *exc: object) -> None:
         with trio.CancelScope(shield=True):
             await self._stack.aclose()
+
+    @property
+    def engine_info(self) -> EngineInfo | None:
+        """What the engine says of itself; None while no unit has come as far as to need it."""
+        return None if self._client is None or self.placed is None else self._client.info
 
     async def judge(self, file: bytes, claims: UnitClaims, secret: bytes) -> Judgement:
         """Run all checks on a unit.

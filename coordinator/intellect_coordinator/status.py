@@ -17,9 +17,12 @@ from intellect_protocol.messages import Announcement, SubmissionState
 
 from . import jobs, schema
 from .case_views import case_views
+from .duplicates import CODE
 
 _EVENTS_SHOWN = 50
 _FRAUDS_SHOWN = 500
+_DUPLICATES_SHOWN = 50
+_FINDINGS_SEARCHED = 10_000
 _SUBMISSIONS = schema.submissions
 
 
@@ -53,6 +56,30 @@ def fraud_verdicts(connection: Connection) -> list[dict[str, Any]]:
             "version": row.version,
             "index": row.unit_index,
             "code": row.code,
+        }
+        for row in reversed(rows)
+    ]
+
+
+def duplicates(connection: Connection) -> list[dict[str, Any]]:
+    """The newest remarks on completions that several nodes have, oldest first; see `duplicates`."""
+    table = schema.findings
+    # The table is long and has no index by code: only its end is looked at.
+    end = int(connection.scalar(select(func.max(table.c.id))) or 0)
+    rows = connection.execute(
+        select(table.c.text, table.c.measured, _SUBMISSIONS)
+        .join(_SUBMISSIONS, _SUBMISSIONS.c.id == table.c.submission_id)
+        .where(table.c.id > end - _FINDINGS_SEARCHED, table.c.code == CODE)
+        .order_by(table.c.id.desc())
+        .limit(_DUPLICATES_SHOWN)
+    ).all()
+    return [
+        {
+            "node": f"0x{row.node.hex()}",
+            "version": row.version,
+            "index": row.unit_index,
+            "share": row.measured,
+            "text": row.text,
         }
         for row in reversed(rows)
     ]
@@ -104,6 +131,7 @@ def snapshot(connection: Connection) -> dict[str, Any]:
         "pending": states.get(SubmissionState.QUEUED, 0) + states.get(SubmissionState.RECEIVED, 0),
         "reasons": reasons(connection),
         "fraud_verdicts": fraud_verdicts(connection),
+        "duplicates": duplicates(connection),
         "cases": [msgspec.to_builtins(view) for view in case_views(connection)],
         "committed_versions": committed_versions(connection),
         "jobs": jobs.open_counts(connection),

@@ -6,7 +6,8 @@ Only what parsing needs is imported at the top; each command imports its own wor
 from __future__ import annotations
 
 import importlib
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -97,6 +98,13 @@ def join(
         float | None,
         typer.Option(help="Seconds after which such a pause allows one unit more."),
     ] = None,
+    self_check: Annotated[
+        bool | None,
+        typer.Option(
+            "--self-check/--no-self-check",
+            help="Judge each unit as a validator would before it is signed; this costs a prefill of it.",
+        ),
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Join a run and work for it until stopped (Ctrl-C)."""
@@ -115,6 +123,7 @@ def join(
         pause_when_ahead=pause_when_ahead,
         max_units_ahead=max_units_ahead,
         ahead_pause_s=ahead_pause_s,
+        self_check=self_check,
     ).value
     from .prepare import prepared_node
 
@@ -157,6 +166,66 @@ def status(
     else:
         print_pairs(shown)
     raise typer.Exit(EXIT_OK if running else EXIT_UNREACHABLE)
+
+
+@app.command(epilog=EXIT_CODES + " 6 also where a validator would not accept the unit at once.")
+def verify(
+    file: Annotated[Path, typer.Argument(help="Rollout file, from this node's outbox or anywhere.")],
+    run: RunOption = None,
+    data_dir: DataDirOption = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder of the file's version; else the data directory's.")
+    ] = None,
+    fetch: Annotated[
+        bool, typer.Option("--fetch", help="Fetch the weights from the swarm if they are not here.")
+    ] = False,
+    block_hash: Annotated[
+        str | None, typer.Option(help="Of the block that recorded the version, instead of asking the chain.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:<index>.")] = None,
+    attention: Annotated[
+        Literal["auto", "sdpa", "eager", "transformers-sdpa", "transformers-eager"],
+        typer.Option(help="Attention kernel; transformers-...: its implementation of the model."),
+    ] = "auto",
+    batch_rows: Annotated[int | None, typer.Option(min=1, help="Rows that are scored at once.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Run the validators' checks on a rollout file: each with what it measured and its limit."""
+    import os
+
+    import trio
+
+    from intellect_protocol.engines.supervisor import EngineOptions
+
+    from .config import data_dir_for, require_run
+    from .generator import default_threads
+    from .verify import VerifyOptions, parse_block_hash, print_verified, verify_file
+
+    settings = settings_from(config, run=run, data_dir=data_dir, device=device).value
+    run_config = require_run(settings)
+    options = VerifyOptions(
+        file=file,
+        run=run_config,
+        data_dir=data_dir_for(settings, run_config),
+        engine=EngineOptions(
+            device=settings.device,
+            dtype=run_config.terms.model.dtype,
+            attention=attention,
+            threads=threads or settings.engine_threads or default_threads(os.environ),
+            max_rows=batch_rows or settings.engine_rows,
+        ),
+        weights=weights,
+        fetch=fetch,
+        block_hash=None if block_hash is None else parse_block_hash(block_hash),
+    )
+    verified = trio.run(verify_file, options)
+    if json:
+        print_json(verified)
+    else:
+        print_verified(verified)
+    raise typer.Exit(verified.exit_code)
 
 
 @app.command()

@@ -76,6 +76,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     request_deadline_s: Seconds = 15.0
     retry_first_s: Seconds = 1.0
     retry_max_s: Seconds = 60.0
+    self_check: bool = False  # judge each unit as a validator would before it is signed
     engine_failures: Positive = 3  # identical engine failures on one unit before it is abandoned
 
 

@@ -4,6 +4,9 @@
                                        └--probe wrong, twice--> not ready (until the next policy)
     generating --engine failed--> loading; after `engine_failures` on one unit it is abandoned
 
+With `self_check` a unit is judged by the validators' own checks before it is signed, on the engine that made
+it: a unit that they would refuse is a failure of the engine like any other, and costs nothing but its work.
+
 One unit is in the making at a time. When a newer policy is ready it is taken after the current unit, which
 is still submitted: it was made within the run's async level.
 """
@@ -26,6 +29,7 @@ from .bell import Bell
 from .entries import REFUSED, SIGNED
 from .history import History
 from .outbox import Outbox, now_ms
+from .own_checks import self_check
 from .prepare import PreparedNode
 from .rollout import Policy, PolicyEngine, Tasks, UnitBuilder
 from .status import NodeStatus, Speed
@@ -222,6 +226,8 @@ class Generator:
         unit = await builder.build(policy, index)
         self.speed.add(sum(len(row.completion_tokens) for row in unit.rows))
         content = await trio.to_thread.run_sync(write_unit, unit)
+        if self._settings.self_check:
+            await self._check(builder, policy, index, content)
         await trio.to_thread.run_sync(
             self._history.sign_work,
             self._node.identity.node,
@@ -235,6 +241,17 @@ class Generator:
         self._outbox.wake()
         reward = sum(row.reward for row in unit.rows) / len(unit.rows)
         self._say(f"made unit {policy.version}/{index}: {len(unit.rows)} rollouts, mean reward {reward:.3f}")
+
+    async def _check(self, builder: UnitBuilder, policy: Policy, index: int, content: bytes) -> None:
+        """
+        Raises:
+            EngineError: a validator would refuse the unit; it is made again like one whose engine failed.
+        """
+        doubt = await self_check(
+            self._run, builder.tasks, builder.node, policy, index, content, builder.engine
+        )
+        if doubt:
+            self._say(f"unit {policy.version}/{index} is near a limit: {doubt}")
 
     async def _abandon(self, version: int, index: int) -> None:
         await trio.to_thread.run_sync(self._history.sign_abandon, version, index, now_ms())

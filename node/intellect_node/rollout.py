@@ -19,7 +19,14 @@ import trio
 
 from intellect_protocol.assignment import PromptSlot, prompt_slots, stream_seed, unit_seed
 from intellect_protocol.checkpoint import Probe
-from intellect_protocol.engines.base import Completion, EngineInfo, GenerateRequest, Sampling
+from intellect_protocol.engines.base import (
+    Completion,
+    EngineInfo,
+    GenerateRequest,
+    RowScore,
+    Sampling,
+    ScoreRow,
+)
 from intellect_protocol.errors import EngineError, NumericError
 from intellect_protocol.rollouts import EngineNote, Rollout, RolloutUnit, UnitMeta
 from intellect_protocol.run import RunConfig
@@ -57,6 +64,9 @@ class PolicyEngine(Protocol):
     async def generate(
         self, requests: Sequence[GenerateRequest], sampling: Sampling
     ) -> list[list[Completion]]: ...
+    async def score(
+        self, rows: Sequence[ScoreRow], sampling: Sampling, *, secret: bytes = ...
+    ) -> list[RowScore]: ...
 
 
 class Tasks(Protocol):

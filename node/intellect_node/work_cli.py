@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="What became of this node's units of work.", no_args_is_help=True, epilog=EXIT_CODES)
 
 # What to do about a finding, by the check that made it.
-_REMEDIES = {
+REMEDIES = {
     "envelope": "check the clock of this machine, and that only one node uses this key",
     "standing": "look at `whoami`: binding and stake must be older than the policy, and not be withdrawn",
     "window": "nothing: the unit was too late or out of order; a faster device or connection helps",
@@ -161,7 +161,7 @@ def explanation(entry: Entry) -> Iterator[str]:
     for finding in findings:
         yield f"  {_finding(finding)}"
     for check in dict.fromkeys(finding.check for finding in findings if finding.kind != "note"):
-        yield f"  what to do ({check}): {_REMEDIES.get(check, 'look at the documentation of this check')}"
+        yield f"  what to do ({check}): {REMEDIES.get(check, 'look at the documentation of this check')}"
     if entry.status is not None and entry.status.case_id is not None:
         yield f"  slashing case {entry.status.case_id} is open over this unit"
 

@@ -25,9 +25,10 @@ from intellect_protocol.engines.base import Completion, GenerateRequest
 from intellect_protocol.engines.torch_engine import TorchEngine
 from intellect_protocol.environments.tasks import load_tasks
 from intellect_protocol.keys import LocalSigner, verdict_digest, work_digest
+from intellect_protocol.ledger.artefacts import CONTRACTS
 from intellect_protocol.messages import JudgeVerdict
 from intellect_protocol.rollouts import EngineNote, Rollout, RolloutUnit, UnitMeta, write_unit
-from intellect_protocol.run import EnvironmentTerms, KeyTerms, RunConfig, RunTerms
+from intellect_protocol.run import EnvironmentTerms, KeyTerms, LedgerTerms, RunConfig, RunTerms
 from intellect_protocol.validation.context import UnitContext
 from intellect_protocol.validation.findings import to_notes
 from intellect_protocol.validation.pipeline import validate_unit
@@ -58,12 +59,14 @@ def write_policy(folder: Path, seed: int) -> Path:
 class AuditSite:
     """A run and a policy; makes units, verdicts and bundles."""
 
-    def __init__(self, policy: Path) -> None:
+    def __init__(self, policy: Path, *, name: str = "example") -> None:
         self.policy = policy
         base = tiny_run()
         tokenizer = (policy / "tokenizer.json").read_bytes()
         terms = {name: getattr(base.terms, name) for name in RunTerms.__struct_fields__}
         terms["model"] = msgspec.structs.replace(base.terms.model, tokenizer_hash=sha256(tokenizer).hex())
+        terms["name"] = name
+        terms["ledger"] = LedgerTerms(31337, dict.fromkeys(CONTRACTS, COORDINATOR.address))
         terms["environments"] = [EnvironmentTerms("sort_digits")]
         terms["keys"] = KeyTerms(COORDINATOR.address, PUBLISHER.address)
         terms["sampling"] = msgspec.structs.replace(base.terms.sampling, target_lengths=[])
@@ -101,8 +104,8 @@ class AuditSite:
         fields = {name: getattr(claims, name) for name in claims.__struct_fields__}
         return UnitContext(run=self.config, tasks=self.tasks, secret=SECRET, **fields)
 
-    def unit(self, engine: TorchEngine) -> bytes:
-        """The file a node makes of the unit with some engine."""
+    def unit(self, engine: TorchEngine, *, temperature: float = 1.0) -> bytes:
+        """The file a node makes of the unit with some engine, at the run's temperature (1) or another."""
         context = self.context(b"-")
         samples = self.config.terms.sampling.samples_per_prompt
         requests = [
@@ -116,7 +119,7 @@ class AuditSite:
         done: dict[tuple[int, int], Completion] = {}
         engine.generate(
             requests,
-            context.sampling,
+            msgspec.structs.replace(context.sampling, temperature=temperature),
             lambda prompt, sample, completion: done.__setitem__((prompt, sample), completion),
             lambda tokens: None,
         )
@@ -148,30 +151,29 @@ class AuditSite:
             judgement.outcome.value, judgement.fraud, to_notes(judgement.findings), b"", 0, 0, 0.1, SECRET
         )
 
-    def bundle(self, file: bytes, verdict: JudgeVerdict) -> bytes:
-        """The evidence that goes with a verdict of fraud."""
+    def bundle(self, file: bytes, verdict: JudgeVerdict, /, **changes: object) -> bytes:
+        """The evidence that goes with a verdict of fraud; `changes` forge fields of it."""
         claims, content = self.claims(file), encode(verdict)
         run_id = self.config.run_id
         job_id = judge_job_id(run_id, VERSION, claims.node, INDEX, claims.file_hash, 0)
-        return write_evidence(
-            Evidence(
-                format=FORMAT,
-                run_config=self.config.to_toml().encode(),
-                manifest=self.signed.manifest,
-                manifest_signature=self.signed.signature,
-                block_number=7,
-                block_hash=BLOCK_HASH,
-                node=claims.node,
-                owner=OWNER.address,
-                version=VERSION,
-                index=INDEX,
-                file_hash=claims.file_hash,
-                size_bytes=claims.size_bytes,
-                work_signature=claims.work_signature,
-                file=file,
-                attempt=0,
-                validator=VALIDATOR.address,
-                verdict=content,
-                verdict_signature=VALIDATOR.sign_digest(verdict_digest(run_id, job_id, content)),
-            )
+        evidence = Evidence(
+            format=FORMAT,
+            run_config=self.config.to_toml().encode(),
+            manifest=self.signed.manifest,
+            manifest_signature=self.signed.signature,
+            block_number=7,
+            block_hash=BLOCK_HASH,
+            node=claims.node,
+            owner=OWNER.address,
+            version=VERSION,
+            index=INDEX,
+            file_hash=claims.file_hash,
+            size_bytes=claims.size_bytes,
+            work_signature=claims.work_signature,
+            file=file,
+            attempt=0,
+            validator=VALIDATOR.address,
+            verdict=content,
+            verdict_signature=VALIDATOR.sign_digest(verdict_digest(run_id, job_id, content)),
         )
+        return write_evidence(msgspec.structs.replace(evidence, **changes))

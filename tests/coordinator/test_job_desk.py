@@ -20,7 +20,7 @@ from coordinator_site import (
 )
 from world import STRANGER, VALIDATORS
 
-from intellect_coordinator import judgement
+from intellect_coordinator import jobs, judgement
 from intellect_coordinator.outcomes import take_outcomes
 from intellect_protocol.errors import InvalidDataError, RefusedError
 from intellect_protocol.messages import (
@@ -230,6 +230,53 @@ async def test_leases_and_verdicts_outlive_a_restart(site: Site) -> None:
     assert (await site.claim(SECOND)).job_id == b""
     await site.answer(FIRST, second.job_id, said("rejected", FRAUD))
     assert (await status(site, 1)).state is SubmissionState.REJECTED
+
+
+async def test_what_a_validator_could_not_judge_twice_is_offered_to_others_first(site: Site) -> None:
+    await site.submit(plain_file(site, 0), 0)
+    await site.judge("inconclusive", validator=FIRST)
+    site.pass_time(5)
+    await site.judge("inconclusive", validator=FIRST)  # once more: it may have been a restart under way
+    site.pass_time(5)
+    assert (await site.claim(FIRST)).job_id == b""
+    await site.judge("rejected", FRAUD, validator=SECOND)
+    assert (await status(site)).state is SubmissionState.REJECTED
+
+
+async def test_where_nobody_else_comes_the_same_validator_tries_again(site: Site) -> None:
+    await site.submit(plain_file(site, 0), 0)
+    for _ in range(2):
+        await site.judge("inconclusive", validator=FIRST)
+        site.pass_time(5)
+    assert (await site.claim(FIRST)).job_id == b""
+    site.pass_time(jobs.PREFER_OTHERS_MS // 1000)
+    await accept(site, FIRST)
+    assert (await status(site)).state is SubmissionState.ACCEPTED
+
+
+async def test_a_review_that_failed_is_never_given_to_the_validator_who_was_suspicious(site: Site) -> None:
+    await site.submit(plain_file(site, 0), 0)
+    await site.judge("suspect", SUSPECT, validator=FIRST)
+    await site.judge("inconclusive", validator=SECOND)
+    site.pass_time(600)
+    assert (await site.claim(FIRST)).job_id == b""
+    review = await site.claim(THIRD, JobKind.REVIEW)
+    await site.answer(THIRD, review.job_id, said("suspect", SUSPECT))
+    assert (await status(site)).state is SubmissionState.REJECTED
+
+
+async def test_a_validator_that_dies_with_every_lease_leaves_the_unit_to_others(site: Site) -> None:
+    await site.submit(plain_file(site, 0), 0)
+    for _ in range(judgement.MAX_LEASES):
+        assert (await site.claim(FIRST)).judge is not None
+        site.pass_time(31)
+        await site.desk.sweep()
+    site.pass_time(5)
+    again = await site.claim(SECOND)
+    assert again.judge is not None
+    assert again.judge.attempt == 1
+    entry = await status(site)
+    assert (entry.state, entry.findings) == (SubmissionState.QUEUED, [])
 
 
 async def test_the_trainers_outcomes_reach_the_node_once(site: Site) -> None:

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 _TESTS = Path(__file__).parents[1]
-for folder in ("protocol", "contracts"):
+for folder in ("protocol", "contracts", "coordinator"):
     sys.path.append(str(_TESTS / folder))
 
 from world import World  # noqa: E402

@@ -286,6 +286,21 @@ async def test_a_unit_that_kills_the_engine_again_and_again_is_abandoned(tmp_pat
         assert any("segmentation fault" in text for text in node.told)
 
 
+@pytest.mark.parametrize("checked", [True, False])
+async def test_a_unit_that_validators_would_refuse_is_not_signed_where_it_is_checked_first(
+    tmp_path: Path, checked: bool
+) -> None:
+    """The engine's commitments are malformed here: signed, this would cost the node its stake."""
+    node = Node(tmp_path, max_unreceipted=1, engine_failures=2, self_check=checked)
+    async with node.working():
+        node.swarm.publish(1)
+        await node.until(lambda: len(node.made()) == 1)
+        entry = node.history.entry(1, 0)
+        assert entry is not None
+        assert entry.kind is (Kind.ABANDON if checked else Kind.WORK)
+        assert any("a validator would refuse this unit" in text for text in node.told) is checked
+
+
 async def test_weights_that_fail_their_probe_are_made_anew_once_and_then_left(tmp_path: Path) -> None:
     node = Node(tmp_path, max_unreceipted=1)
     node.engine.wrong = {1}

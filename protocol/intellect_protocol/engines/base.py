@@ -118,7 +118,7 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: int
     hidden_size: int
     context_length: int  # positions the model was made for
-    max_rows: int  # sequences decoded at once
+    max_rows: int  # sequences decoded or scored at once
 
 
 CompletionSink = Callable[[int, int, Completion], None]

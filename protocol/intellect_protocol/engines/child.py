@@ -73,7 +73,9 @@ def _make_engine(start: pipe.Start) -> Engine:
         from .torch_engine import TorchEngine
 
         torch.set_num_threads(start.threads)
-        return TorchEngine(device=start.device, dtype=start.dtype, max_rows=start.max_rows)
+        return TorchEngine(
+            device=start.device, dtype=start.dtype, max_rows=start.max_rows, attention=start.attention
+        )
     from ..errors import ConfigError
 
     raise ConfigError(f"engine must be torch, not {start.engine!r}")

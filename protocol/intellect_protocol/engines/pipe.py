@@ -46,6 +46,7 @@ class Start(_Frame, frozen=True):
     dtype: str
     max_rows: int
     threads: int
+    attention: str
 
 
 class Load(_Frame, frozen=True):

@@ -33,6 +33,7 @@ class Scoring:
         sampling: Sampling,
         secret: bytes,
         *,
+        max_rows: int,
         batch_tokens: int,
         deliver: ScoreSink,
         progress: Progress,
@@ -40,10 +41,12 @@ class Scoring:
         """Take the rows.
 
         Args:
-            batch_tokens: tokens, padding included, that go through the model at once (one row always does).
+            max_rows: rows that go through the model at once.
+            batch_tokens: and their tokens, padding included (one row always does).
         """
         self._decoder, self._rows, self._sampling, self._secret = decoder, rows, sampling, secret
-        self._batch_tokens, self._deliver, self._progress = batch_tokens, deliver, progress
+        self._max_rows, self._batch_tokens = max_rows, batch_tokens
+        self._deliver, self._progress = deliver, progress
 
     def run(self) -> None:
         """Score and deliver every row.
@@ -60,7 +63,7 @@ class Scoring:
             self._progress(computed)
 
     def _batches(self) -> Iterator[list[int]]:
-        """Rows of like lengths whose padded size fits the budget; rows of one prompt stay together."""
+        """Rows of like lengths that fit the budgets; rows of one prompt stay together."""
         rows = self._rows
         order = sorted(
             range(len(rows)),
@@ -72,7 +75,8 @@ class Scoring:
             # The prompt counts for every row: its cache is repeated when the row attends to it.
             prompt = max(prompt, len(rows[number].prompt))
             completion = max(completion, len(rows[number].completion))
-            if batch and (len(batch) + 1) * (prompt + completion) > self._batch_tokens:
+            padded = (len(batch) + 1) * (prompt + completion)
+            if batch and (len(batch) == self._max_rows or padded > self._batch_tokens):
                 yield batch
                 batch = []
                 prompt, completion = len(rows[number].prompt), len(rows[number].completion)

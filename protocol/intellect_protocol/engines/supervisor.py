@@ -40,8 +40,9 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str = "torch"
     device: str = "auto"  # "cpu", "cuda", "cuda:<index>", "auto"
     dtype: str = "auto"  # "float32", "bfloat16", "auto"; the run configuration says which
+    attention: str = "auto"  # one of `attention.KERNELS`
     threads: int = 1
-    max_rows: int = 64  # sequences decoded at once
+    max_rows: int = 64  # sequences decoded or scored at once
     start_s: float = 180.0  # for the process to be up
     load_s: float = 600.0  # to load or swap a checkpoint
     stall_s: float = 120.0  # without a new token or result
@@ -279,7 +280,14 @@ class EngineClient:
         self._restarts += 1
         self._loaded = None
         self._child = ChildProcess.spawn(options.threads)
-        start = pipe.Start(options.engine, options.device, options.dtype, self._max_rows, options.threads)
+        start = pipe.Start(
+            options.engine,
+            options.device,
+            options.dtype,
+            self._max_rows,
+            options.threads,
+            options.attention,
+        )
         await self._exchange([start], lambda _: None, patience_s=options.start_s)
 
     async def _ensure_loaded(self) -> None:

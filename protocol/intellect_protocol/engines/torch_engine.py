@@ -261,6 +261,7 @@ class TorchEngine:
             rows,
             sampling,
             secret,
+            max_rows=self._max_rows,
             batch_tokens=_BATCH_TOKENS,
             deliver=deliver,
             progress=progress,

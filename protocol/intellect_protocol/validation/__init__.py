@@ -14,7 +14,8 @@ Read in this order:
 - `sampling`    check 11: the tokens are those that the seeds draw
 - `drift`       check 12: the worker's log-probs against the validator's
 - `pipeline`    all of them in order, up to a judgement
+- `measures`    the worst values that checks 10 to 12 saw, also where nothing is wrong
 
 Check 8 of the design (a completion equal to another node's) is a remark for the dashboard, made where other
-nodes' submissions are known; it decides nothing here.
+nodes' submissions are known (the coordinator's `duplicates`); it decides nothing.
 """
