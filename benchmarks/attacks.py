@@ -4,9 +4,9 @@
     python benchmarks/attacks.py --model FOLDER                 and this checkpoint, in bfloat16
     python benchmarks/attacks.py --model FOLDER --write docs/verification.md
 
-Each attack is a unit builder of `tests/attacks` or an altered checkpoint, run by the nodes' own code; each unit
-is judged by the validators' own checks with the default limits, and by INTELLECT-2's limits on the same scores.
-Results are appended to --results as they come, and what is there already is not computed again.
+Each attack is a unit builder of `tests/attacks` or an altered checkpoint, run by the nodes' own code; each
+unit is judged by the validators' own checks with the default limits, and by INTELLECT-2's limits on the same
+scores. Results are appended to --results as they come, and what is there already is not computed again.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ from intellect_trainer.models.tiny import make_tiny  # noqa: E402
 
 BEGIN, END = "<!-- attacks:begin -->", "<!-- attacks:end -->"
 STEPS = 8
-# TOPLOC (arXiv 2501.16007) for bf16, and INTELLECT-2 (arXiv 2505.07291, section 2.3.2: a stop token must have a
-# probability above 0.1). Its second check on tokens, against completions of another model, has no published
-# threshold and is left out.
+# TOPLOC (arXiv 2501.16007) for bf16, and INTELLECT-2 (arXiv 2505.07291, termination check: a stop token must
+# have a probability above 0.1). Its second check on tokens, against completions of another model, has no
+# published threshold and is left out.
 PAPER_EXPONENTS, PAPER_MEAN, PAPER_MEDIAN, PAPER_STOP = 38, 10.0, 8.0, 0.1
 FALSE_ALARM, POWER = 4.75, 2.33  # normal quantiles of 1e-6 and 0.99
 
@@ -404,9 +404,9 @@ def units_needed(caught: int, units: int) -> str:
 def attack_table(results: Sequence[Result], order: Iterable[str]) -> list[str]:
     """Attack x check x rate."""
     lines = [
-        "| attack | chunks over a commitment limit: fraud (suspect) | rows over a draw limit: fraud (suspect) | "
-        "units: fraud / suspect / accepted | for 99 %: units | found by | "
-        "INTELLECT-2: chunks / units / stop rule |",
+        "| attack | chunks over a commitment limit: fraud (suspect) | "
+        "rows over a draw limit: fraud (suspect) | units: fraud / suspect / accepted | "
+        "for 99 %: units | found by | INTELLECT-2: chunks / units / stop rule |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in order:
@@ -453,7 +453,8 @@ def pooled_table(results: Sequence[Result], order: Iterable[str]) -> list[str]:
     mantissas = [value for r in honest for value in r.mantissas]
     drifts = [value for r in honest for value in r.drifts]
     lines = [
-        "| attack | mean mantissa error, honest -> attack | units | mean log-prob drift, honest -> attack | units |",
+        "| attack | mean mantissa error, honest -> attack | units | "
+        "mean log-prob drift, honest -> attack | units |",
         "|---|---|---|---|---|",
     ]
     for name in order:
@@ -488,7 +489,7 @@ def slack_table(results: Sequence[Result]) -> list[str]:
         f"| positions with any other token within reach | {mean['any']:.1%} |",
         f"| positions with the stop token within reach though its probability is below 1e-4 | "
         f"{mean['stop']:.1%} |",
-        f"| of the probable ones, per row of {mean['tokens']:.0f} tokens, those the mean distance allows at once | "
+        f"| of the probable ones, per row of {mean['tokens']:.0f} tokens, those the mean distance allows | "
         f"{mean['afforded']:.2f} (2^{mean['afforded']:.2f} = {2 ** mean['afforded']:.1f} completions) |",
     ]
     if steered and before:
@@ -515,8 +516,8 @@ def report(title: str, results: Sequence[Result], order: Sequence[str]) -> list[
     ]
     for heading, table in (
         (
-            "Not fraud as a single unit: what a mean over many units would tell (one false alarm in a million, "
-            "99 % found; no check does this, because the honest mean depends on the node's engine)",
+            "Not fraud as a single unit: what a mean over many units would tell (one false alarm in a "
+            "million, 99 % found; no check does this, because the honest mean depends on the node's engine)",
             pooled_table(results, order),
         ),
         ("Slack", slack_table(results)),

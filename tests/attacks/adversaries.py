@@ -1,9 +1,10 @@
 """Dishonest unit builders: each is the node's own builder with one part replaced.
 
 The devnet has six of them as whole nodes (`intellect_node.devnet.cheats`); these are the others. What they
-have in common is that everything which is not the attack is done well: after a change of tokens the states are
-recomputed by the right policy and committed to, log-probs are those of the tokens shipped, and rewards are
-true. A cheat that is caught by its own sloppiness says nothing about the check that was meant to catch it.
+have in common is that everything which is not the attack is done well: after a change of tokens the states
+are recomputed by the right policy and committed to, log-probs are those of the tokens shipped, and rewards
+are true. A cheat that is caught by its own sloppiness says nothing about the check that was meant to catch
+it.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class CutShort(Rewriter):
     """Ends every completion after half of its tokens and says that the length was up."""
 
     def rewritten(self, group: Group, sample: Completion) -> list[int]:
-        return self.ordinary(sample.tokens)[: max(1, len(sample.tokens) // 2)]
+        return self.ordinary(sample.tokens)[: max(1, len(sample.tokens) // 2)] or sample.tokens
 
 
 class StopPadding(Rewriter):
@@ -140,10 +141,9 @@ class PastedAnswer(Rewriter):
     def rewritten(self, group: Group, sample: Completion) -> list[int]:
         end = [*self.answers.answer(group.slot), self.terms.stop_ids[0]]
         thought = self.ordinary(sample.tokens)[: max(0, self.terms.max_tokens - len(end)) // 2]
-        return [*thought, *end] if self._pays(group, [*thought, *end]) else end
-
-    def _pays(self, group: Group, tokens: list[int]) -> bool:
-        return self.tasks.reward(group.slot, tokens) >= self.tasks.reward(group.slot, tokens[-2:])
+        whole = [*thought, *end]
+        pays = self.tasks.reward(group.slot, whole) >= self.tasks.reward(group.slot, end)
+        return whole if pays else end
 
 
 class DraftTokens(Insider):
@@ -168,7 +168,9 @@ class OtherTemperature(Insider):
 
     async def complete(self, groups: Sequence[Group]) -> list[list[Completion]]:
         terms = msgspec.structs.replace(self.terms, temperature=self.temperature)
-        cold = msgspec.structs.replace(self.run, terms=msgspec.structs.replace(self.run.terms, sampling=terms))
+        cold = msgspec.structs.replace(
+            self.run, terms=msgspec.structs.replace(self.run.terms, sampling=terms)
+        )
         drawn = await UnitBuilder(cold, self.node, self.engine, self.tasks).complete(groups)
         return [
             recommitted(self.decoder, group, [sample.tokens for sample in samples], self.terms)
@@ -285,8 +287,8 @@ class NeverStops(TokenByToken):
 class StopsWithinReach(TokenByToken):
     """Stops a completion where the stop token, however unlikely, lies close to what the seed draws.
 
-    Token ids of stop tokens are small, so their interval lies at the lower end of the unit interval: a uniform
-    below the limit on single distances is enough.
+    Token ids of stop tokens are small, so their interval lies at the lower end of the unit interval: a
+    uniform below the limit on single distances is enough.
     """
 
     reach = 0.05
@@ -306,8 +308,8 @@ class SlackSteering(TokenByToken):
     """Steers completions towards rewarded ones, one token near the uniform at a time, within the limits.
 
     It knows rewarded completions of the prompt from drawing freely beforehand. Where such a completion
-    continues what was drawn so far and its next token lies within `reach` of the uniform, that token is taken.
-    What this may cost in mean distance is the group's budget: just under the limit of suspicion.
+    continues what was drawn so far and its next token lies within `reach` of the uniform, that token is
+    taken. What this may cost in mean distance is the group's budget: just under the limit of suspicion.
     """
 
     tries = 32
@@ -316,7 +318,9 @@ class SlackSteering(TokenByToken):
 
     async def complete(self, groups: Sequence[Group]) -> list[list[Completion]]:
         limits = self.run.revision.thresholds
-        reach = self.reach if self.reach is not None else min(limits.far_distance, limits.max_distance.suspect)
+        reach = (
+            self.reach if self.reach is not None else min(limits.far_distance, limits.max_distance.suspect)
+        )
         self._reach = 0.98 * reach
         self._targets = {
             tuple(group.prompt): self._rewarded(group, samples)
@@ -395,7 +399,7 @@ class FlippedSigns(Insider):
 
 
 class TypicalStates(Insider):
-    """Commits to the mean hidden state of completions seen before: right channels, plausible values, no model.
+    """Commits to the mean hidden state of completions seen before: right channels, plausible values.
 
     What any participant knows after one honest unit. Top entries of real states sit in a few channels whose
     values hardly change, so index and exponent of many are guessed right.
@@ -408,9 +412,7 @@ class TypicalStates(Insider):
 
 
 @torch.inference_mode()
-def _states(
-    decoder: Decoder[Any], group: Group, completions: Sequence[Sequence[int]]
-) -> list[torch.Tensor]:
+def _states(decoder: Decoder[Any], group: Group, completions: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     cache = decoder.prefill([group.prompt])
     return decoder.continuation_states(cache, torch.zeros(len(completions), dtype=torch.long), completions)
 
@@ -433,10 +435,10 @@ def reachable(
     """How much choice the limits on distances leave in an honest unit.
 
     Returns:
-        Shares of positions at which the distance of some other token is at most `reach`: of `any` token, of one
-        that is `probable` (p >= 0.01), of the `stop` token though its p is below 1e-4. And `afforded`: how many
-        of the probable alternatives of a row, cheapest first, the limit of suspicion on the mean distance of a
-        group pays for at once. With `tokens`, the mean length of a row.
+        Shares of positions at which the distance of some other token is at most `reach`: of `any` token, of
+        one that is `probable` (p >= 0.01), of the `stop` token though its p is below 1e-4. And `afforded`:
+        how many of the probable alternatives of a row, cheapest first, the limit of suspicion on the mean
+        distance of a group pays for at once. With `tokens`, the mean length of a row.
     """
     terms, limits = run.terms.sampling, run.revision.thresholds
     costs: list[list[float]] = []

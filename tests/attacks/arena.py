@@ -34,7 +34,7 @@ from intellect_protocol.engines.weights import read_json
 from intellect_protocol.environments.prompts import Prompts
 from intellect_protocol.environments.registry import make
 from intellect_protocol.environments.tasks import RunTasks, load_tasks
-from intellect_protocol.keys import work_digest
+from intellect_protocol.keys import LocalSigner, work_digest
 from intellect_protocol.rollouts import RolloutUnit, write_unit
 from intellect_protocol.run import EnvironmentTerms, ModelTerms, RunConfig, RunTerms, SamplingTerms
 from intellect_protocol.validation.context import Tasks, UnitContext
@@ -124,35 +124,43 @@ class Arena:
         return Policy(VERSION, CHECKPOINT_HASH, BLOCK_HASH, 1, self.folder, probe)
 
     def build(
-        self, factory: Factory = UnitBuilder, index: int = 0, *, engine: TorchEngine | None = None
+        self,
+        factory: Factory = UnitBuilder,
+        index: int = 0,
+        *,
+        engine: TorchEngine | None = None,
+        node: LocalSigner = NODE,
     ) -> RolloutUnit:
         """Unit `index` as made by `factory`, with the policy or with another engine's weights."""
         client = InProcess(engine or self.engine)
-        builder = factory(self.run, NODE.address_bytes, client, self.tasks)
+        builder = factory(self.run, node.address_bytes, client, self.tasks)
         return trio.run(builder.build, self.policy, index)
 
-    def context(self, data: bytes, index: int = 0, *off: Check) -> UnitContext:
-        """A validator's context for a file that the node signed and submitted."""
+    def context(self, data: bytes, index: int = 0, *off: Check, node: LocalSigner = NODE) -> UnitContext:
+        """A validator's context for a file that a node signed and submitted."""
         digest = work_digest(self.run.run_id, VERSION, CHECKPOINT_HASH, index, sha256(data), len(data))
         return UnitContext(
             run=self.run,
             version=VERSION,
             checkpoint_hash=CHECKPOINT_HASH,
             block_hash=BLOCK_HASH,
-            node=NODE.address_bytes,
+            node=node.address_bytes,
             index=index,
             file_hash=sha256(data),
             size_bytes=len(data),
-            work_signature=NODE.sign_digest(digest),
+            work_signature=node.sign_digest(digest),
             tasks=self.tasks,
             secret=SECRET,
             checks=ALL_CHECKS - set(off),
         )
 
-    def judge(self, unit: RolloutUnit | bytes, *off: Check, index: int = 0) -> Judgement:
-        """The verdict on a unit, with some checks off."""
+    def judge(
+        self, unit: RolloutUnit | bytes, *off: Check, index: int = 0, node: LocalSigner = NODE
+    ) -> Judgement:
+        """The verdict on a unit that `node` submitted, with some checks off."""
         data = unit if isinstance(unit, bytes) else write_unit(unit)
-        return trio.run(validate_unit, data, self.context(data, index, *off), LocalScorer(self.engine))
+        context = self.context(data, index, *off, node=node)
+        return trio.run(validate_unit, data, context, LocalScorer(self.engine))
 
     def scores(self, unit: RolloutUnit, index: int = 0) -> list[RowScore]:
         """The validator's prefill of a unit."""

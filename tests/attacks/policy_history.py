@@ -30,7 +30,7 @@ CONFIG = TrainerConfig(
 
 
 def train_policy(arena: Arena, out: Path, steps: int) -> list[Path]:
-    """Checkpoints of versions 0 to `steps`: one GRPO step each, on a unit that the version before generated."""
+    """Checkpoints of versions 0 to `steps`: one GRPO step each, on a unit of the version before."""
     policy = load_policy(arena.folder, dtype="float32", attention="eager")
     reference = load_policy(arena.folder, dtype="float32", attention="eager")
     learner = Learner(policy, reference, CONFIG, temperature=arena.run.terms.sampling.temperature)

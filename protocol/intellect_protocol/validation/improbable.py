@@ -3,8 +3,8 @@
 Distances alone leave a gap. A token that the policy practically never says still has a place in the unit
 interval, and at a limit of 0.05 one position in ten lies near enough to it: a worker could end any completion
 early where the uniform happens to fall next to the stop token, at distances that honest noise has as well.
-What gives such a choice away is the token's probability p: the seed draws it with chance p, the cheat takes it
-with chance 0.1.
+What gives such a choice away is the token's probability p: the seed draws it with chance p, the cheat takes
+it with chance 0.1.
 
 So each row gets a number e that is 1 on average, whatever the policy, if its tokens are drawn by the seeds:
 
@@ -12,13 +12,13 @@ So each row gets a number e that is 1 on average, whatever the policy, if its to
     any  = 1/n sum over tokens of 1 / (V p)     n: the run's max_tokens, V: size of the vocabulary
     stop = 1/(n s) * 1 / p                      of the stop token at the end, if there is one; s: stop ids
 
-(each token's 1/p is 1 on average for every token that could be drawn, and there are V or s of these at each of
-n positions). By Markov's inequality e exceeds x with a chance of at most 1/x. For a group the e of its rows,
-each drawn from a stream of its own, are multiplied as bets of a share of the stake, prod (1 - a + a e) with a =
-1 / samples, which is 1 on average too (test martingales: Shafer et al., Statistical Science 26, 2011). So the
-limits need no calibration: they are chances of a false alarm. Numeric noise between two machines scales p by a
-factor near 1, and the limits leave room for ten. With top-k or top-p the stop term may be larger by one over the
-probability that is left.
+(each token's 1/p is 1 on average for every token that could be drawn, and there are V or s of these at each
+of n positions). By Markov's inequality e exceeds x with a chance of at most 1/x. For a group the e of its
+rows, each drawn from a stream of its own, are multiplied as bets of a share of the stake, prod (1 - a + a e)
+with a = 1 / samples, which is 1 on average too (test martingales: Shafer et al., Statistical Science 26,
+2011). So the limits need no calibration: they are chances of a false alarm. Numeric noise between two
+machines scales p by a factor near 1, and the limits leave room for ten. With top-k or top-p the stop term
+may be larger by one over the probability that is left.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def evidence(row: Rollout, score: RowScore, terms: RunTerms) -> float:
     return total / (2 * places)
 
 
-def check_improbable(
-    rows: Sequence[Rollout], scores: Sequence[RowScore], terms: RunTerms
-) -> list[Finding]:
+def check_improbable(rows: Sequence[Rollout], scores: Sequence[RowScore], terms: RunTerms) -> list[Finding]:
     """Every row, and every group of `samples_per_prompt` rows, against the limits."""
     samples = terms.sampling.samples_per_prompt
     values = [evidence(row, score, terms) for row, score in zip(rows, scores, strict=True)]
