@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from adversaries import SlackSteering
 from arena import Arena, codes, load_engine, mean_reward
+from steering import SlackSteering
 from verdicts import assert_only_caught_by
 
 from intellect_node.devnet.cheats import BestOfN

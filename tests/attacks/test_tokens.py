@@ -10,16 +10,15 @@ from adversaries import (
     DraftTokens,
     EarlyStop,
     Insider,
-    NeverStops,
     OneTokenEdited,
     OtherTemperature,
     PastedAnswer,
     StopPadding,
-    StopsWithinReach,
 )
 from arena import Arena, codes, load_engine, mean_reward
 from example_unit import write_tiny_model
 from safetensors.torch import load_file, save_file
+from steering import NeverStops, StopsWithinReach
 from verdicts import assert_only_caught_by
 
 from intellect_protocol.validation.findings import Check, Kind, Outcome
