@@ -23,8 +23,11 @@ from adversaries import (
     PartlyOther,
     PastedAnswer,
     StopPadding,
+    TypicalConstant,
     TypicalStates,
+    hidden_states,
     typical_state,
+    typical_value,
 )
 from arena import Arena, Factory, InProcess, load_engine
 from example_unit import NODE
@@ -33,7 +36,6 @@ from steering import NeverStops, SlackSteering, StopsWithinReach, reachable
 from intellect_coordinator.calibration.altered_weights import Alteration, Kind, alter_checkpoint
 from intellect_node.devnet.cheats import (
     BestOfN,
-    ConstantProof,
     EditedTokens,
     ForgedReward,
     ReplayedProof,
@@ -131,6 +133,17 @@ class Bench:
             self.arena.engine._loaded(), rows[0].prompt_tokens, [row.completion_tokens for row in rows]
         )
 
+    def constant(self, index: int) -> RolloutUnit:
+        return self.build(_with(TypicalConstant, bits=self._usual_value), index)
+
+    @cached_property
+    def _usual_value(self) -> int:
+        """The commonest top entry of another honest unit."""
+        row = self.build(UnitBuilder, 1000).rows[0]
+        return typical_value(
+            hidden_states(self.arena.engine._loaded(), row.prompt_tokens, [row.completion_tokens])
+        )
+
     def replayed(self, index: int) -> RolloutUnit:
         builder = ReplayedProof(self.arena.run, NODE.address_bytes, self._client, self.arena.tasks)
         _run(builder.build, self.arena.policy, 1000)  # the first completion it ever made is from another unit
@@ -158,13 +171,13 @@ class Bench:
             "temperature 0.9": OtherTemperature,
             "best of 4 samples": BestOfN,
             "slack steering": SlackSteering,
-            "constant polynomial": ConstantProof,
             "signs flipped": FlippedSigns,
             "forged reward": ForgedReward,
         }
         return {
             "honest": partial(self.build, UnitBuilder),
             **{name: partial(self.build, factory) for name, factory in own.items()},
+            "constant polynomial": self.constant,
             "typical states": self.typical,
             "another row's proofs": self.replayed,
             "draft tokens (half of the layers)": partial(self.drafted, self.halved),
@@ -241,7 +254,6 @@ class Bench:
 
 
 def _run(build: Any, *arguments: Any) -> RolloutUnit:
-
     unit: RolloutUnit = trio.run(build, *arguments)
     return unit
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from arena import InProcess, KnownAnswers
 
@@ -24,6 +25,7 @@ from intellect_protocol.engines.base import Completion
 from intellect_protocol.engines.decoder import Decoder
 from intellect_protocol.engines.torch_engine import TorchEngine
 from intellect_protocol.run import SamplingTerms
+from intellect_protocol.top_entries import TOP_K, top_entries
 
 
 class Insider(UnitBuilder):
@@ -216,6 +218,16 @@ class FlippedSigns(Insider):
         return flipped
 
 
+class TypicalConstant(Insider):
+    """Commits to one value, the most usual one: most top entries have its exponent."""
+
+    bits: int  # bf16
+
+    def proofs(self, completion: Completion) -> list[bytes]:
+        proof = toploc.MAX_MODULUS.to_bytes(2, "big") + self.bits.to_bytes(2, "big")
+        return [proof + bytes(2 * (TOP_K - 1)) for _ in completion.proofs]
+
+
 class TypicalStates(Insider):
     """Commits to the mean hidden state of completions seen before: right channels, plausible values.
 
@@ -227,6 +239,14 @@ class TypicalStates(Insider):
 
     def proofs(self, completion: Completion) -> list[bytes]:
         return toploc.build(self.typical.expand(len(completion.tokens), -1).contiguous())
+
+
+def typical_value(states: Sequence[torch.Tensor]) -> int:
+    """bf16 bits of the commonest sign and exponent among the top entries, with their mean mantissa."""
+    top = top_entries(list(states))
+    bits = np.concatenate([own[:count] for own, count in zip(top.bits, top.count, strict=True)])
+    head = np.bincount(bits >> 7).argmax()
+    return int(head << 7 | round(float((bits[bits >> 7 == head] & 0x7F).mean())))
 
 
 @torch.inference_mode()

@@ -7,12 +7,19 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from adversaries import FlippedSigns, TypicalStates, typical_state
+from adversaries import (
+    FlippedSigns,
+    TypicalConstant,
+    TypicalStates,
+    hidden_states,
+    typical_state,
+    typical_value,
+)
 from arena import Arena, codes
 from example_unit import with_row
 from verdicts import assert_only_caught_by
 
-from intellect_node.devnet.cheats import ConstantProof, ReplayedProof
+from intellect_node.devnet.cheats import ConstantProof
 from intellect_protocol import toploc
 from intellect_protocol.rollouts import RolloutUnit
 from intellect_protocol.validation.findings import Check, Outcome
@@ -28,13 +35,13 @@ def unit(arena: Arena) -> RolloutUnit:
     ("attack", "code"),
     [
         (ConstantProof, "commitment_negative"),
+        (TypicalConstant, "commitment_negative"),
         (FlippedSigns, "commitment_signs"),
-        (ReplayedProof, "commitment_exponents"),
         (TypicalStates, "commitment_exponents"),
     ],
 )
 def test_forged_commitments_are_fraud(
-    attack: type[ConstantProof | FlippedSigns | ReplayedProof | TypicalStates],
+    attack: type[ConstantProof | FlippedSigns | TypicalConstant | TypicalStates],
     code: str,
     dtype: str,
     arena: Arena,
@@ -43,8 +50,11 @@ def test_forged_commitments_are_fraud(
 ) -> None:
     attacked = arena if dtype == "float32" else arena_bf16
     factory = attack
+    seen = unit.rows[:8]
+    if attack is TypicalConstant:
+        states = hidden_states(arena.engine._loaded(), seen[0].prompt_tokens, [seen[0].completion_tokens])
+        factory = type("Constant", (TypicalConstant,), {"bits": typical_value(states)})
     if attack is TypicalStates:
-        seen = unit.rows[:8]
         state = typical_state(
             arena.engine._loaded(), seen[0].prompt_tokens, [row.completion_tokens for row in seen]
         )
