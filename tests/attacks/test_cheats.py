@@ -1,148 +1,53 @@
-"""Every kind of cheat that the devnet runs: it pays with its check off and is caught with it on.
+"""Every kind of cheat that the devnet runs as a whole node: it pays unchecked and is caught when checked.
 
-The nodes' own unit builders and the validators' own pipeline, on a policy that sorts digits right now
-and then, so that there is something to gain.
+On a policy that sorts digits right now and then, so that there is something to gain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-import numpy as np
 import pytest
 import trio
-from example_run import COORDINATOR, example_run
-from example_unit import BLOCK_HASH, CHECKPOINT_HASH, INDEX, NODE, VERSION, LocalScorer, context_of
+from arena import Arena, InProcess, load_engine, mean_reward
+from example_unit import NODE
+from verdicts import assert_only_caught_by
 
 from intellect_node.devnet.cheats import CHEATS
 from intellect_node.devnet.kinds import CHEAT_KINDS
-from intellect_node.rollout import Policy, UnitBuilder
-from intellect_protocol.checkpoint import Probe
-from intellect_protocol.engines.base import Completion, EngineInfo, GenerateRequest, Sampling
-from intellect_protocol.engines.torch_engine import TorchEngine
-from intellect_protocol.environments.tasks import RunTasks, load_tasks
-from intellect_protocol.rollouts import write_unit
-from intellect_protocol.run import EnvironmentTerms, ModelTerms, RunConfig, SamplingTerms
-from intellect_protocol.validation.findings import ALL_CHECKS, Check, Outcome
-from intellect_protocol.validation.limits import default_thresholds
-from intellect_protocol.validation.pipeline import Judgement, validate_unit
-from intellect_protocol.wire import sha256
-from intellect_trainer.models.tiny import make_tiny
+from intellect_protocol.rollouts import RolloutUnit
+from intellect_protocol.validation.findings import Check, Outcome
+from intellect_protocol.validation.pipeline import Judgement
 
 # Fraud checks that catch the cheat, each of them alone.
 CAUGHT_BY = {
-    "wrong-model": {Check.COMMITMENT, Check.SAMPLING},
-    "edited-tokens": {Check.COMMITMENT, Check.SAMPLING},
-    "forged-reward": {Check.REWARD},
-    "best-of-n": {Check.SAMPLING},
-    "constant-proof": {Check.COMMITMENT},
-    "replayed-proof": {Check.COMMITMENT},
+    "wrong-model": {Check.COMMITMENT: "commitment_exponents", Check.SAMPLING: "sampling_distance"},
+    "edited-tokens": {Check.COMMITMENT: "commitment_exponents", Check.SAMPLING: "sampling_distance"},
+    "forged-reward": {Check.REWARD: "reward"},
+    "best-of-n": {Check.SAMPLING: "sampling_distance"},
+    "constant-proof": {Check.COMMITMENT: "commitment_negative"},
+    "replayed-proof": {Check.COMMITMENT: "commitment_exponents"},
 }
 PAYS = {"edited-tokens", "best-of-n"}  # cheats that raise the reward validators themselves compute
-PROBE = [3, 4, 5, 6, 7]
 
 
-class InProcess:
-    """The engine's client interface on an engine in this process."""
+def unit_of(kind: str, arena: Arena) -> RolloutUnit:
+    """What a node of this kind submits: it adopts the policy as its daemon does, then builds."""
+    engine = load_engine(arena.folder, "float32")
+    builder = CHEATS[kind](arena.run, NODE.address_bytes, InProcess(engine), arena.tasks)
 
-    def __init__(self, engine: TorchEngine) -> None:
-        self.engine = engine
-
-    @property
-    def info(self) -> EngineInfo:
-        return self.engine.info()
-
-    async def update(self, checkpoint_dir: Path) -> EngineInfo:
-        return self.engine.update(checkpoint_dir)
-
-    async def probe(self, prompt: Sequence[int]) -> list[float]:
-        return self.engine.probe(list(prompt))
-
-    async def generate(
-        self, requests: Sequence[GenerateRequest], sampling: Sampling
-    ) -> list[list[Completion]]:
-        found: dict[tuple[int, int], Completion] = {}
-        self.engine.generate(
-            requests, sampling, lambda r, s, c: found.__setitem__((r, s), c), lambda tokens: None
-        )
-        return [[found[r, s] for s in range(len(request.seeds))] for r, request in enumerate(requests)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("policy") / "v0"
-    make_tiny("sort_digits", path, max_tokens=16, seed=0)
-    return path
-
-
-@pytest.fixture(scope="module")
-def run(folder: Path) -> RunConfig:
-    config = msgspec.json.decode((folder / "config.json").read_bytes())
-    base = example_run()
-    terms = msgspec.structs.replace(
-        base.terms,
-        model=ModelTerms(
-            "Qwen2ForCausalLM",
-            config["vocab_size"],
-            config["hidden_size"],
-            config["max_position_embeddings"],
-            "float32",
-            sha256((folder / "tokenizer.json").read_bytes()).hex(),
-        ),
-        environments=[EnvironmentTerms("sort_digits")],
-        sampling=SamplingTerms(1.0, 12, [config["eos_token_id"]], 16, 8),
-    )
-    revision = msgspec.structs.replace(base.revision, thresholds=default_thresholds("float32"))
-    return RunConfig(terms, revision).signed(COORDINATOR)
-
-
-@pytest.fixture(scope="module")
-def validator(folder: Path) -> TorchEngine:
-    engine = TorchEngine(device="cpu", dtype="float32")
-    engine.load(folder)
-    return engine
-
-
-@pytest.fixture(scope="module")
-def tasks(run: RunConfig, folder: Path) -> RunTasks:
-    return load_tasks(run.terms, folder)
-
-
-def unit_of(
-    factory: type[UnitBuilder], run: RunConfig, tasks: RunTasks, folder: Path, validator: TorchEngine
-) -> bytes:
-    """The rollout file that a node with this builder submits."""
-    engine = TorchEngine(device="cpu", dtype="float32")
-    engine.load(folder)
-    builder = factory(run, NODE.address_bytes, InProcess(engine), tasks)
-    probe = Probe(PROBE, validator.probe(PROBE))
-    policy = Policy(VERSION, CHECKPOINT_HASH, BLOCK_HASH, 1, folder, probe)
-
-    async def build() -> bytes:
-        await builder.adopt(policy)
+    async def build() -> RolloutUnit:
+        await builder.adopt(arena.policy)
         if hasattr(builder, "_kept"):  # a replayed proof comes from an earlier unit
-            await builder.build(policy, INDEX + 1)
-        return write_unit(await builder.build(policy, INDEX))
+            await builder.build(arena.policy, 1)
+        return await builder.build(arena.policy, 0)
 
     return trio.run(build)
 
 
-def judged(
-    data: bytes, run: RunConfig, tasks: RunTasks, validator: TorchEngine, off: set[Check]
-) -> Judgement:
-    context = context_of(data, run, tasks=tasks, checks=ALL_CHECKS - off)
-    return trio.run(validate_unit, data, context, LocalScorer(validator))
-
-
-def mean_reward(judgement: Judgement) -> float:
-    return float(np.mean([row.reward for row in judgement.rows]))
-
-
 @pytest.fixture(scope="module")
-def honest(run: RunConfig, tasks: RunTasks, folder: Path, validator: TorchEngine) -> Judgement:
-    return judged(unit_of(UnitBuilder, run, tasks, folder, validator), run, tasks, validator, set())
+def honest(sorting: Arena) -> Judgement:
+    return sorting.judge(sorting.build())
 
 
 def test_an_honest_unit_passes_every_check(honest: Judgement) -> None:
@@ -153,23 +58,11 @@ def test_an_honest_unit_passes_every_check(honest: Judgement) -> None:
 
 @pytest.mark.parametrize("kind", CHEAT_KINDS)
 def test_a_cheat_pays_unchecked_and_is_fraud_when_checked(
-    kind: str, run: RunConfig, tasks: RunTasks, folder: Path, validator: TorchEngine, honest: Judgement
+    kind: str, sorting: Arena, honest: Judgement
 ) -> None:
-    catching = CAUGHT_BY[kind]
-    data = unit_of(CHEATS[kind], run, tasks, folder, validator)
-
-    # Log-prob drift is never fraud, but it would hold the unit up.
-    unchecked = judged(data, run, tasks, validator, catching | {Check.DRIFT})
-    assert unchecked.outcome is Outcome.ACCEPTED
+    unchecked = assert_only_caught_by(sorting, unit_of(kind, sorting), CAUGHT_BY[kind])
     if kind in PAYS:
         assert mean_reward(unchecked) > mean_reward(honest) + 0.1
-
-    for check in catching:
-        checked = judged(data, run, tasks, validator, (catching - {check}) | {Check.DRIFT})
-        assert checked.outcome is Outcome.REJECTED
-        assert checked.fraud
-        assert {finding.check for finding in checked.findings} == {check}
-    assert judged(data, run, tasks, validator, set()).fraud
 
 
 def test_no_command_line_leads_to_a_cheat() -> None:

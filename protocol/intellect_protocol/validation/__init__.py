@@ -12,6 +12,7 @@ Read in this order:
 - `reward`      check 9: rewards recomputed from the tokens
 - `commitment`  check 10: TOPLOC
 - `sampling`    check 11: the tokens are those that the seeds draw
+- `improbable`  check 11, second half: and no less probable than chance allows
 - `drift`       check 12: the worker's log-probs against the validator's
 - `pipeline`    all of them in order, up to a judgement
 - `measures`    the worst values that checks 10 to 12 saw, also where nothing is wrong

@@ -26,6 +26,7 @@ from .context import Scorer, UnitContext
 from .drift import check_drift
 from .file import check_bytes, check_meta, read_file
 from .findings import Check, Finding, Outcome, is_fatal, is_fraud, judge
+from .improbable import check_improbable
 from .reward import check_rewards, recompute_rewards
 from .sampling import check_sampling
 from .tokens import check_termination, check_tokens
@@ -126,12 +127,16 @@ def check_scores(rows: Sequence[Rollout], scores: Sequence[RowScore], context: U
         ValueError: the scores are not those of the rows, or not finite; a fault of ours.
     """
     _check_fit(rows, scores)
-    limits = context.run.revision.thresholds
-    group = context.run.terms.sampling.samples_per_prompt
+    limits, terms = context.run.revision.thresholds, context.run.terms
+
+    def draws() -> list[Finding]:
+        found = check_sampling(scores, terms.sampling.samples_per_prompt, limits)
+        return found + check_improbable(rows, scores, terms)
+
     return _until_fatal(
         [
             (Check.COMMITMENT, lambda: check_commitments(scores, limits)),
-            (Check.SAMPLING, lambda: check_sampling(scores, group, limits)),
+            (Check.SAMPLING, draws),
             (Check.DRIFT, lambda: check_drift(rows, scores, limits)),
         ],
         context,
