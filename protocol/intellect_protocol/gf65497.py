@@ -66,7 +66,7 @@ def _inverses() -> Floats:
 
 @cache
 def _power_table() -> npt.NDArray[np.uint16]:
-    """[PRIME, 24]: for every residue x its baby steps x**0 ... x**15 and giant steps x**0, x**16 ... x**112."""
+    """[PRIME, 24]: powers 0 ... 15 of every residue (baby steps), then 0, 16 ... 112 (giant steps)."""
     x = np.arange(PRIME, dtype=np.float64)
     table = np.empty((PRIME, _BABY + _GIANT), dtype=np.uint16)
     step = x

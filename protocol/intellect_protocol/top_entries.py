@@ -1,9 +1,9 @@
 """Which entries of the hidden states a commitment covers: the 128 largest in magnitude of each chunk.
 
 Even a partial selection over every chunk would cost more than the polynomial. But if a chunk is laid out in
-lines, the largest magnitudes of the columns bound it: at least 128 entries reach the 128th largest of these, so
-only columns that reach it hold entries to choose from. Ties go to the lower index, so that two implementations
-commit to the same entries.
+lines, the largest magnitudes of the columns bound it: at least 128 entries reach the 128th largest of these,
+so only columns that reach it hold entries to choose from. Ties go to the lower index, so that two
+implementations commit to the same entries.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def build(states: States) -> list[bytes]:
 
 
 def _parse_words(proofs: Sequence[bytes]) -> Ints:
-    """Modulus and coefficients of each proof, [proofs, 129]. Raises ProofError for the first malformed one."""
+    """Modulus and coefficients of each proof, [proofs, 129]; ProofError for the first malformed one."""
     for number, proof in enumerate(proofs):
         if len(proof) != PROOF_BYTES:
             raise ProofError(f"proof {number} has {len(proof)} bytes, a proof has {PROOF_BYTES}")
@@ -254,7 +254,7 @@ def _negative_draws(entries: Ints, modulus: Ints, proofs: Sequence[bytes], seed:
 
 
 class _Points(NamedTuple):
-    """Where a proof's polynomial is evaluated: the verifier's top entries and the negative draws, [chunks, 256].
+    """Where polynomials are evaluated, [chunks, 256]: the verifier's top entries and the negative draws.
 
     Attributes:
         residue: int64, ascending; those of unused places are `MAX_MODULUS`.
@@ -272,7 +272,7 @@ class _Points(NamedTuple):
 
 
 def _points(top: TopEntries, modulus: Ints, draws: Ints) -> _Points:
-    # One sort of (residue, is a draw, bits) puts a residue's top entries side by side and its draws behind them.
+    # One sort of (residue, is a draw, bits) brings a residue's top entries together, its draws behind them.
     own = (top.index % modulus[:, None]) << 17 | top.bits.astype(np.int64)
     unused = np.arange(TOP_K) >= top.count[:, None]
     own[unused] = MAX_MODULUS << 17
