@@ -266,10 +266,10 @@ def _check_declared_sizes(footer: pq.FileMetaData, limits: FileLimits) -> None:
             total += max(chunk.total_uncompressed_size, 0)
             # A run of one value takes a few bytes however long it is, so sizes alone bound nothing.
             name = chunk.path_in_schema.partition(".")[0]
-            values[name] += chunk.num_values
+            values[name] += max(chunk.num_values, 0)
             if values[name] > limits.max_values(name):
                 raise RolloutFileError(
-                    f"{values[name]} values of {name} exceed the limit of {limits.max_values(name)}"
+                    f"{values[name]} values of {name[:40]} exceed the limit of {limits.max_values(name)}"
                 )
     if total > limits.max_uncompressed_bytes:
         raise RolloutFileError(

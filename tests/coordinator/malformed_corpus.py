@@ -94,20 +94,19 @@ def fixed_cases(good: RolloutUnit) -> Iterator[Case]:
     yield from _other_tables(good)
     yield from _bombs(good)
     yield from _other_metadata(good)
-    for name, fraud, changes in _bad_rows(good.rows[0]):
-        yield Case(name, write_unit(RolloutUnit(good.meta, _with_row(good, 0, **changes))), fraud)
+    number = max(range(len(good.rows)), key=lambda row: len(good.rows[row].completion_tokens))
+    for name, fraud, changes in _bad_rows(good.rows[number]):
+        yield Case(name, _changed(good, number, **changes), fraud)
     for name, fraud, rows in _bad_orders(good.rows):
         yield Case(name, write_unit(RolloutUnit(good.meta, rows)), fraud)
     for name, proofs in _bad_proofs(good.rows[0], good.rows[-1]):
-        yield Case(
-            f"proofs: {name}", write_unit(RolloutUnit(good.meta, _with_row(good, 0, proofs=proofs))), True
-        )
+        yield Case(f"proofs: {name}", _changed(good, 0, proofs=proofs), True)
 
 
-def _with_row(unit: RolloutUnit, number: int, **changes: Any) -> list[Rollout]:
+def _changed(unit: RolloutUnit, number: int, **changes: Any) -> bytes:
     rows = list(unit.rows)
     rows[number] = msgspec.structs.replace(rows[number], **changes)
-    return rows
+    return write_unit(RolloutUnit(unit.meta, rows))
 
 
 def _not_parquet(good: bytes) -> Iterator[Case]:
@@ -160,7 +159,6 @@ def _other_tables(good: RolloutUnit) -> Iterator[Case]:
     nulls["reward"][3] = None
     tables: dict[str, pa.Table] = {
         "no columns": table.select([]),
-        "no rows": table.slice(0, 0),
         "a column missing": table.drop_columns(["proofs"]),
         "a column too many": table.append_column("extra", pa.array([0] * len(table))),
         "a column renamed": table.rename_columns(["unit", *table.column_names[1:]]),
@@ -238,7 +236,8 @@ def _other_metadata(good: RolloutUnit) -> Iterator[Case]:
         "nested without end": b"\x91" * 60_000,
     }.items():
         sink = io.BytesIO()
-        pq.write_table(table.replace_schema_metadata(raw and {b"intellect": raw}), sink, compression="zstd")
+        metadata = None if raw is None else {b"intellect": raw}
+        pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd")
         yield Case(f"metadata: {name}", sink.getvalue(), False)
 
 
@@ -273,13 +272,14 @@ def _bad_rows(row: Rollout) -> Iterator[tuple[str, bool, dict[str, Any]]]:
     yield "tokens after the end", True, {"completion_tokens": [1, *tokens[1:]], "finish_reason": "stop"}
     short = {"completion_tokens": [3], "logprobs": row.logprobs[:1], "finish_reason": "length"}
     yield "an end before the end", True, short
-    yield "another reason to finish", True, {"finish_reason": "\U0001f4a3"}
+    yield "another reason to finish", False, {"finish_reason": "\U0001f4a3"}
     yield "other tokens", True, {"completion_tokens": [(t + 1) % 90 + 3 for t in tokens[:-1]] + tokens[-1:]}
 
 
 def _bad_orders(rows: list[Rollout]) -> Iterator[tuple[str, bool, list[Rollout]]]:
-    yield "a row missing", True, rows[:-1]
-    yield "one row only", True, rows[:1]
+    yield "no rows", False, []
+    yield "a row missing", False, rows[:-1]
+    yield "one row only", False, rows[:1]
     yield "a row twice", True, [rows[0], *rows[:-1]]
     yield "rows in another order", True, rows[::-1]
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import trio
 from audit_site import SECRET, AuditSite
@@ -22,8 +23,9 @@ from malformed_corpus import GOOD, Case, damaged, read_corpus
 
 from intellect_coordinator.judging import Judge
 from intellect_protocol.engines.supervisor import EngineOptions
-from intellect_protocol.errors import RolloutFileError, UnreachableError
+from intellect_protocol.errors import UnreachableError
 from intellect_protocol.rollouts import read_unit
+from intellect_protocol.validation.findings import Outcome
 from intellect_protocol.validation.pipeline import Judgement
 
 
@@ -39,12 +41,14 @@ class Folder:
         return self.folder
 
 
-def same_rows(one: bytes, two: bytes, site: AuditSite) -> bool:
+def same_work(one: bytes, two: bytes, site: AuditSite) -> bool:
+    """Whether two files agree in all that is trained on; log-probs are the validator's own."""
     limits = site.context(one).file_limits
-    try:
-        return repr(read_unit(one, limits).rows) == repr(read_unit(two, limits).rows)
-    except RolloutFileError:
-        return False
+    mine, other = (
+        [msgspec.structs.replace(row, logprobs=None) for row in read_unit(data, limits).rows]
+        for data in (one, two)
+    )
+    return mine == other
 
 
 def memory() -> tuple[int, int]:
@@ -70,7 +74,7 @@ async def run(folder: Path, corpus_folder: Path, count: int, seed: int, rounds: 
                 "fraud": judgement.fraud,
                 "codes": sorted({finding.code for finding in judgement.findings}),
                 "fault": judgement.fault,
-                "unchanged": judgement.outcome.value == "accepted" and same_rows(case.data, good, site),
+                "unchanged": judgement.outcome is Outcome.ACCEPTED and same_work(case.data, good, site),
                 "pid": os.getpid(),
                 "rss": own,
                 "child_rss": child,
