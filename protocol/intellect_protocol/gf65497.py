@@ -13,8 +13,8 @@ gives
 
     coefficient_j = sum_{t >= 0} M_{j+1+t} P_t
 
-M comes from a product tree; M'(x_i) and P_t split the exponent into 16 a + b ("baby steps, giant steps"),
-which takes 32 modular products per point instead of 128.
+M comes from a product tree. Evaluation and power sums split the exponent into 16 a + b ("baby steps, giant
+steps") and look both powers up: there are only 65497 abscissae, so a table of 24 powers of each takes 3 MB.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TERMS = 128
 
 _BABY = 16
 _GIANT = TERMS // _BABY
-_BATCH = 64
-"""Polynomials handled at once: the working set of a batch stays within a few MiB of cache."""
+_INTERPOLATED, _EVALUATED = 32, 16
+"""Polynomials handled at once: enough to hide what a call costs, few enough to stay within the cache."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -42,8 +42,11 @@ def _reduce(values: Floats) -> Floats:
     The half keeps the quotient off integers by 0.5 / PRIME = 2**-17, far more than its rounding error, so the
     floor is never off by one.
     """
-    reduced: Floats = values - np.floor((values + 0.5) * (1.0 / PRIME)) * PRIME
-    return reduced
+    quotient: Floats = values + 0.5
+    quotient *= 1.0 / PRIME
+    np.floor(quotient, out=quotient)
+    quotient *= PRIME
+    return np.subtract(values, quotient, out=quotient)
 
 
 @cache
@@ -61,36 +64,36 @@ def _inverses() -> Floats:
     return result
 
 
-def _baby_steps(x: Floats) -> tuple[Floats, Floats]:
-    """x**0 ... x**15 as [batch, points, 16], and x**16 as [batch, points]."""
-    powers = np.empty((*x.shape, _BABY))
-    powers[..., 0] = 1.0
-    powers[..., 1] = x
-    step = _reduce(x * x)
-    width = 2
-    while width < _BABY:
-        powers[..., width : 2 * width] = _reduce(powers[..., :width] * step[..., None])
-        step = _reduce(step * step)
-        width *= 2
-    return powers, step
+@cache
+def _power_table() -> npt.NDArray[np.uint16]:
+    """[PRIME, 24]: powers 0 ... 15 of every residue (baby steps), then 0, 16 ... 112 (giant steps)."""
+    x = np.arange(PRIME, dtype=np.float64)
+    table = np.empty((PRIME, _BABY + _GIANT), dtype=np.uint16)
+    step = x
+    for first, count in ((0, _BABY), (_BABY, _GIANT)):
+        power = np.ones(PRIME)
+        for place in range(first, first + count):
+            table[:, place] = power
+            power = _reduce(power * step)
+        step = power
+    return table
 
 
-def _evaluate(coefficients: Floats, powers: Floats, giant: Floats) -> Floats:
+def _powers(x: Ints) -> tuple[Floats, Floats]:
+    """Baby steps [batch, points, 16] and giant steps [batch, points, 8] of residues x [batch, points]."""
+    powers = _power_table().take(x, axis=0).astype(np.float64)
+    return powers[..., :_BABY], powers[..., _BABY:]
+
+
+def _evaluate(coefficients: Floats, baby: Floats, giant: Floats) -> Floats:
     blocks = coefficients.reshape(len(coefficients), _GIANT, _BABY).transpose(0, 2, 1)
-    inner = _reduce(powers @ blocks)
-    value = inner[..., _GIANT - 1]
-    for block in range(_GIANT - 2, -1, -1):
-        value = _reduce(value * giant + inner[..., block])
-    return value
+    return _reduce(np.einsum("cpg,cpg->cp", _reduce(baby @ blocks), giant))
 
 
-def _power_sums(weights: Floats, powers: Floats, giant: Floats) -> Floats:
+def _power_sums(weights: Floats, baby: Floats, giant: Floats) -> Floats:
     """sum_i weights_i x_i**t for t < 128, as [batch, 128]."""
-    scaled = np.empty((len(weights), _GIANT, weights.shape[1]))
-    scaled[:, 0] = weights
-    for block in range(1, _GIANT):
-        scaled[:, block] = _reduce(scaled[:, block - 1] * giant)
-    return _reduce(scaled @ powers).reshape(len(weights), TERMS)
+    scaled = _reduce(weights[..., None] * giant)
+    return _reduce(scaled.transpose(0, 2, 1) @ baby).reshape(len(weights), TERMS)
 
 
 def _master(x: Floats, used: npt.NDArray[np.bool_]) -> Floats:
@@ -101,19 +104,20 @@ def _master(x: Floats, used: npt.NDArray[np.bool_]) -> Floats:
     while level.shape[1] > 1:
         left, right = level[:, 0::2], level[:, 1::2]
         degree = level.shape[2] - 1
-        padded = np.pad(right, ((0, 0), (0, 0), (degree, degree)))
+        padded = np.zeros((*right.shape[:2], 3 * degree + 1))
+        padded[..., degree : 2 * degree + 1] = right
         windows = np.lib.stride_tricks.sliding_window_view(padded, degree + 1, axis=2)
         level = _reduce(np.einsum("cpnj,cpj->cpn", windows, left[..., ::-1]))
     return level[:, 0]
 
 
-def _interpolate(x: Floats, y: Floats, used: npt.NDArray[np.bool_]) -> Floats:
-    master = _master(x, used)
+def _interpolate(x: Ints, y: Floats, used: npt.NDArray[np.bool_]) -> Floats:
+    master = _master(x.astype(np.float64), used)
     derivative = _reduce(master[:, 1:] * np.arange(1.0, TERMS + 1))
-    powers, giant = _baby_steps(x)
-    slope = _evaluate(derivative, powers, giant).astype(np.int64)
+    baby, giant = _powers(x)
+    slope = _evaluate(derivative, baby, giant).astype(np.int64)
     weights = np.where(used, _reduce(y * _inverses()[slope]), 0.0)
-    sums = _power_sums(weights, powers, giant)
+    sums = _power_sums(weights, baby, giant)
     padded = np.zeros((len(x), 2 * TERMS))
     padded[:, :TERMS] = master[:, 1:]
     shifted = np.lib.stride_tricks.sliding_window_view(padded, TERMS, axis=1)[:, :TERMS]
@@ -133,9 +137,9 @@ def interpolate(x: Ints, y: Ints, count: Ints) -> Ints:
     """
     used = np.arange(TERMS) < count[:, None]
     result = np.empty((len(x), TERMS), dtype=np.int64)
-    for start in range(0, len(x), _BATCH):
-        part = slice(start, start + _BATCH)
-        abscissae = np.where(used[part], x[part], 0).astype(np.float64)
+    for start in range(0, len(x), _INTERPOLATED):
+        part = slice(start, start + _INTERPOLATED)
+        abscissae = np.where(used[part], x[part], 0)
         ordinates = _reduce(y[part].astype(np.float64))
         result[part] = _interpolate(abscissae, ordinates, used[part])
     return result
@@ -152,8 +156,7 @@ def evaluate(coefficients: Ints, x: Ints) -> Ints:
         int64[batch, points] in [0, PRIME).
     """
     result = np.empty(x.shape, dtype=np.int64)
-    for start in range(0, len(x), _BATCH):
-        part = slice(start, start + _BATCH)
-        powers, giant = _baby_steps(x[part].astype(np.float64))
-        result[part] = _evaluate(coefficients[part].astype(np.float64), powers, giant)
+    for start in range(0, len(x), _EVALUATED):
+        part = slice(start, start + _EVALUATED)
+        result[part] = _evaluate(coefficients[part].astype(np.float64), *_powers(x[part]))
     return result

@@ -24,13 +24,15 @@ import time
 from typing import BinaryIO, Literal
 
 import msgspec
+import psutil
 
 from .errors import RolloutFileError
 
 FileKind = Literal["unit", "batch"]
 
 _DEADLINE_S = 60.0
-_CHILD_MEMORY_BYTES = 16 << 30  # of address space; the limits of the file are far below
+_SPARE_MEMORY_BYTES = 256 << 20  # for a file, over a few times of what its limits let it unpack to
+_MEMORY_PER_BYTE = 16  # a token of 4 bytes becomes a Python integer in a list
 _MAX_TEXT_BYTES = 4096
 
 
@@ -81,6 +83,8 @@ class ParquetGuard:
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
                 start_new_session=True,
+                # The system's allocator reserves no memory ahead, so that a limit means something.
+                env={**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"},
             )
             assert self._child.stdin is not None
             os.set_blocking(self._child.stdin.fileno(), False)  # a stopped child must not stop us
@@ -140,11 +144,16 @@ def _read_exactly(file: BinaryIO, size: int) -> bytes:
     return content
 
 
+def _limit_memory(bytes_more: int) -> None:
+    """Bound this process's address space to what it has now and `bytes_more`."""
+    limit = psutil.Process().memory_info().vms + bytes_more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
 def main() -> None:
     """The child: read files from stdin until it closes; answer with an error text, empty if there is none."""
     from . import rollouts
 
-    resource.setrlimit(resource.RLIMIT_AS, (_CHILD_MEMORY_BYTES, _CHILD_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, answers = sys.stdin.buffer, sys.stdout.buffer
     while prefix := source.read(4):
@@ -152,6 +161,7 @@ def main() -> None:
         question = msgspec.msgpack.decode(_read_exactly(source, length), type=_Question)
         limits = msgspec.msgpack.decode(question.limits, type=rollouts.FileLimits)
         data = _read_exactly(source, question.size_bytes)
+        _limit_memory(_SPARE_MEMORY_BYTES + _MEMORY_PER_BYTE * limits.max_uncompressed_bytes)
         try:
             rollouts.parse(question.kind, data, limits)
             text = ""

@@ -14,12 +14,14 @@ decompresses anything, so a zip bomb is refused by arithmetic. A child process r
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .errors import RolloutFileError, WireError
@@ -29,6 +31,7 @@ from .wire import decode_canonical, encode
 _METADATA_KEY = b"intellect"
 _MAX_METADATA_BYTES = 64 * 1024
 _MAX_FOOTER_BYTES = 1 << 20
+_MAX_VALUE_BYTES = 1024  # of a name or a proof; a proof has 258
 
 M = TypeVar("M", "UnitMeta", "BatchMeta")
 
@@ -127,6 +130,16 @@ class FileLimits(msgspec.Struct, frozen=True):
         proofs = 258 + 8
         row = 8 * self.max_prompt_tokens + (8 + 8 + proofs / 32) * self.max_completion_tokens + 1024
         return int(self.max_rows * row) + (1 << 20)
+
+    def max_values(self, column: str) -> int:
+        """Upper bound of the values of a column of the rollout file, all rows together."""
+        of_row = {
+            "prompt_tokens": self.max_prompt_tokens,
+            "completion_tokens": self.max_completion_tokens,
+            "logprobs": self.max_completion_tokens,
+            "proofs": -(-self.max_completion_tokens // 32) + 1,
+        }
+        return self.max_rows * max(1, of_row.get(column, 1))
 
 
 def _column(name: str, kind: pa.DataType) -> pa.Field:
@@ -243,6 +256,7 @@ def _first_line(error: BaseException) -> str:
 
 def _check_declared_sizes(footer: pq.FileMetaData, limits: FileLimits) -> None:
     total = 0
+    values: Counter[str] = Counter()
     for group in range(footer.num_row_groups):
         row_group = footer.row_group(group)
         for column in range(row_group.num_columns):
@@ -250,6 +264,13 @@ def _check_declared_sizes(footer: pq.FileMetaData, limits: FileLimits) -> None:
             if chunk.compression not in ("ZSTD", "UNCOMPRESSED", "SNAPPY"):
                 raise RolloutFileError(f"compression {chunk.compression} is not allowed")
             total += max(chunk.total_uncompressed_size, 0)
+            # A run of one value takes a few bytes however long it is, so sizes alone bound nothing.
+            name = chunk.path_in_schema.partition(".")[0]
+            values[name] += max(chunk.num_values, 0)
+            if values[name] > limits.max_values(name):
+                raise RolloutFileError(
+                    f"{values[name]} values of {name[:40]} exceed the limit of {limits.max_values(name)}"
+                )
     if total > limits.max_uncompressed_bytes:
         raise RolloutFileError(
             f"{total} bytes once decompressed exceed the limit of {limits.max_uncompressed_bytes}"
@@ -266,33 +287,44 @@ def _read_meta(metadata: dict[bytes, bytes] | None, shape: type[M]) -> M:
 
 
 def _checked_columns(table: pa.Table, limits: FileLimits) -> list[list[object]]:
-    """Python lists per column, once counts, nulls and finiteness are known to be right."""
-    columns: list[list[object]] = []
-    lengths: dict[str, np.ndarray] = {}
-    for field in table.schema:
-        column = table.column(field.name).combine_chunks()
-        if isinstance(column, pa.ChunkedArray):
-            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], type=field.type)
-        if column.null_count:
-            raise RolloutFileError(f"column {field.name} has nulls")
-        if pa.types.is_list(field.type):
-            values = column.flatten()
-            if values.null_count:
-                raise RolloutFileError(f"column {field.name} has nulls")
-            offsets = column.offsets.to_numpy()
-            lengths[field.name] = np.diff(offsets)
-            if pa.types.is_float32(field.type.value_type):
-                flat = values.to_numpy(zero_copy_only=False)
-                if not np.isfinite(flat).all():
-                    raise RolloutFileError(f"column {field.name} has non-finite values")
-                bounds = np.cumsum(lengths[field.name])[:-1]
-                columns.append(list(np.split(flat, bounds)) if len(column) else [])
-                continue
-        elif pa.types.is_float32(field.type) and not np.isfinite(column.to_numpy(zero_copy_only=False)).all():
-            raise RolloutFileError(f"column {field.name} has non-finite values")
-        columns.append(column.to_pylist())
+    """Python lists per column, once counts, nulls, sizes and finiteness are known to be right."""
+    columns = {field.name: _checked_column(table, field) for field in table.schema}
+    lengths = {
+        name: np.diff(column.offsets.to_numpy())
+        for name, column in columns.items()
+        if pa.types.is_list(column.type)
+    }
     _check_lengths(lengths, limits)
-    return columns
+    return [
+        _floats_per_row(column, lengths[name])
+        if pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type)
+        else column.to_pylist()
+        for name, column in columns.items()
+    ]
+
+
+def _checked_column(table: pa.Table, field: pa.Field) -> pa.Array:
+    """A column in one piece, without nulls, numbers that are not finite, and overlong strings."""
+    column = table.column(field.name).combine_chunks()
+    if isinstance(column, pa.ChunkedArray):
+        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], type=field.type)
+    values = column.flatten() if pa.types.is_list(field.type) else column
+    if column.null_count or values.null_count:
+        raise RolloutFileError(f"column {field.name} has nulls")
+    if pa.types.is_float32(values.type):
+        if not np.isfinite(values.to_numpy(zero_copy_only=False)).all():
+            raise RolloutFileError(f"column {field.name} has non-finite values")
+    elif pa.types.is_string(values.type) or pa.types.is_binary(values.type):
+        longest = pc.max(pc.binary_length(values)).as_py() or 0
+        if longest > _MAX_VALUE_BYTES:
+            raise RolloutFileError(f"column {field.name} has a value of {longest} bytes")
+    return column
+
+
+def _floats_per_row(column: pa.Array, lengths: np.ndarray) -> list[object]:
+    if not len(column):
+        return []
+    return list(np.split(column.flatten().to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1]))
 
 
 def _check_lengths(lengths: dict[str, np.ndarray], limits: FileLimits) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from . import gf65497
 from .errors import ProofError
-from .top_entries import CHUNK_TOKENS, TOP_K, Ints, States, TopEntries, top_entries
+from .top_entries import CHUNK_TOKENS, TOP_K, Bits, Ints, States, TopEntries, top_entries
 
 PROOF_BYTES = 2 + 2 * TOP_K
 MAX_MODULUS = gf65497.PRIME
@@ -44,7 +44,7 @@ MIN_MODULUS = 60001
 MAX_MANTISSA_ERROR = 127.0
 """Largest difference of two 7-bit mantissas; reported where no exponent agrees."""
 
-_NEGATIVE_DRAWS = 192
+_NEGATIVE_DRAWS = 128
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
@@ -149,15 +149,22 @@ def build(states: States) -> list[bytes]:
     return build_many([states])[0]
 
 
-def _parse_words(proof: bytes, where: str) -> npt.NDArray[np.int64]:
-    if len(proof) != PROOF_BYTES:
-        raise ProofError(f"{where} has {len(proof)} bytes, a proof has {PROOF_BYTES}")
-    words = np.frombuffer(proof, dtype=">u2").astype(np.int64)
-    if not MIN_MODULUS <= words[0] <= MAX_MODULUS:
-        raise ProofError(f"{where} has modulus {words[0]}, allowed are {MIN_MODULUS} to {MAX_MODULUS}")
-    if int(words[1:].max()) >= gf65497.PRIME:
-        raise ProofError(f"{where} has a coefficient of {words[1:].max()}, all must be below {gf65497.PRIME}")
-    return words
+def _parse_words(proofs: Sequence[bytes]) -> Ints:
+    """Modulus and coefficients of each proof, [proofs, 129]; ProofError for the first malformed one."""
+    for number, proof in enumerate(proofs):
+        if len(proof) != PROOF_BYTES:
+            raise ProofError(f"proof {number} has {len(proof)} bytes, a proof has {PROOF_BYTES}")
+    words = np.frombuffer(b"".join(proofs), dtype=">u2").reshape(-1, 1 + TOP_K).astype(np.int64)
+    modulus, largest = words[:, 0], words[:, 1:].max(axis=1)
+    sound = (modulus >= MIN_MODULUS) & (modulus <= MAX_MODULUS) & (largest < gf65497.PRIME)
+    if sound.all():
+        return words
+    number = int(sound.argmin())
+    if MIN_MODULUS <= modulus[number] <= MAX_MODULUS:
+        problem = f"a coefficient of {largest[number]}, all must be below {gf65497.PRIME}"
+    else:
+        problem = f"modulus {modulus[number]}, allowed are {MIN_MODULUS} to {MAX_MODULUS}"
+    raise ProofError(f"proof {number} has {problem}")
 
 
 def parse(proof: bytes) -> Proof:
@@ -166,8 +173,8 @@ def parse(proof: bytes) -> Proof:
     Raises:
         ProofError: not 258 bytes, a modulus outside [60001, 65497], or a coefficient of 65497 or more.
     """
-    words = _parse_words(proof, "proof")
-    return Proof(int(words[0]), tuple(words[1:].tolist()))
+    modulus, *coefficients = _parse_words([proof])[0].tolist()
+    return Proof(modulus, tuple(coefficients))
 
 
 def check_form(tokens: int, hidden: int, proofs: Sequence[bytes]) -> None:
@@ -181,14 +188,20 @@ def check_form(tokens: int, hidden: int, proofs: Sequence[bytes]) -> None:
     Raises:
         ProofError: naming the proof.
     """
+    _checked_words(tokens, hidden, proofs)
+
+
+def _checked_words(tokens: int, hidden: int, proofs: Sequence[bytes]) -> Ints:
     expected = chunk_count(tokens)
     if len(proofs) != expected:
         raise ProofError(f"{len(proofs)} proofs for {tokens} tokens, there must be {expected}")
-    for number, proof in enumerate(proofs):
-        words = _parse_words(proof, f"proof {number}")
-        entries = min(CHUNK_TOKENS, tokens - CHUNK_TOKENS * number) * hidden
-        if words[1 + entries :].any():
-            raise ProofError(f"proof {number} has more terms than its chunk has entries ({entries})")
+    words = _parse_words(proofs)
+    entries = np.minimum(CHUNK_TOKENS, tokens - CHUNK_TOKENS * np.arange(expected)) * hidden
+    excess = ((words[:, 1:] != 0) & (np.arange(TOP_K) >= entries[:, None])).any(axis=1)
+    if excess.any():
+        number = int(excess.argmax())
+        raise ProofError(f"proof {number} has more terms than its chunk has entries ({entries[number]})")
+    return words
 
 
 def verify_many(
@@ -197,9 +210,14 @@ def verify_many(
     """`verify` for several rows in one pass; the reports do not depend on how rows are batched."""
     if len(rows) != len(proofs):
         raise ValueError(f"{len(rows)} rows of states for {len(proofs)} rows of proofs")
-    for states, own in zip(rows, proofs, strict=True):
-        check_form(states.shape[0], states.shape[1], own)
-    reports = iter(compare(top_entries(rows), [proof for own in proofs for proof in own], seed))
+    words = [
+        _checked_words(states.shape[0], states.shape[1], own)
+        for states, own in zip(rows, proofs, strict=True)
+    ]
+    if not words:
+        return []
+    flat = [proof for own in proofs for proof in own]
+    reports = iter(_compare(top_entries(rows), np.concatenate(words), flat, seed))
     return [[next(reports) for _ in own] for own in proofs]
 
 
@@ -222,38 +240,52 @@ def verify(states: States, proofs: Sequence[bytes], seed: bytes = b"") -> list[C
     return verify_many([states], [proofs], seed)[0]
 
 
-def _exponent(bits: Ints) -> Ints:
+def _exponent(bits: Bits) -> Bits:
     return (bits >> 7) & 0xFF
 
 
-def _collisions(residues: Ints) -> Flags:
-    """Marks every entry of a row that shares its residue with another."""
-    order = np.argsort(residues, axis=1, kind="stable")
-    ordered = np.take_along_axis(residues, order, axis=1)
-    same = ordered[:, 1:] == ordered[:, :-1]
-    shared = np.zeros(residues.shape, dtype=np.bool_)
-    shared[:, 1:] |= same
-    shared[:, :-1] |= same
-    result = np.empty_like(shared)
-    np.put_along_axis(result, order, shared, axis=1)
-    return result
-
-
-def _negative_draws(
-    top: TopEntries, residues: Ints, modulus: Ints, proofs: Sequence[bytes], seed: bytes
-) -> Ints:
-    """Residues [chunks, 192] away from the top entries; -1 marks a draw that does not count."""
+def _negative_draws(entries: Ints, modulus: Ints, proofs: Sequence[bytes], seed: bytes) -> Ints:
+    """Residues [chunks, 128] of random entries of each chunk, whether among its top ones or not."""
     key = hashlib.sha256(seed).digest()
     stream = b"".join(hashlib.shake_128(key + proof).digest(4 * _NEGATIVE_DRAWS) for proof in proofs)
-    words = np.frombuffer(stream, dtype="<u4").reshape(len(proofs), _NEGATIVE_DRAWS).astype(np.int64)
-    drawn = np.sort((words % top.entries[:, None]) % modulus[:, None], axis=1)
-    repeated = np.zeros(drawn.shape, dtype=np.bool_)
-    repeated[:, 1:] = drawn[:, 1:] == drawn[:, :-1]
-    # One sorted list over all rows: a row's residues are set apart from the next row's by 2**16.
-    base = np.arange(len(proofs))[:, None] << 16
-    taken = np.sort(np.where(residues >= 0, residues, residues[:, :1]) + base, axis=1).reshape(-1)
-    place = np.minimum(np.searchsorted(taken, drawn + base), len(taken) - 1)
-    return np.where((taken[place] == drawn + base) | repeated, -1, drawn)
+    words = np.frombuffer(stream, dtype="<u4").reshape(len(proofs), _NEGATIVE_DRAWS)
+    index = words % entries.astype(np.uint32)[:, None]
+    return (index % modulus.astype(np.uint32)[:, None]).astype(np.int64)
+
+
+class _Points(NamedTuple):
+    """Where polynomials are evaluated, [chunks, 256]: the verifier's top entries and the negative draws.
+
+    Attributes:
+        residue: int64, ascending; those of unused places are `MAX_MODULUS`.
+        bits: uint16, bf16 bits of a top entry.
+        compared: bool, a top entry that shares its residue with no other.
+        collided: bool, a top entry that does.
+        tested: bool, a draw that is no top entry's residue, once for each residue.
+    """
+
+    residue: Ints
+    bits: Bits
+    compared: Flags
+    collided: Flags
+    tested: Flags
+
+
+def _points(top: TopEntries, modulus: Ints, draws: Ints) -> _Points:
+    # One sort of (residue, is a draw, bits) brings a residue's top entries together, its draws behind them.
+    own = (top.index % modulus[:, None]) << 17 | top.bits.astype(np.int64)
+    unused = np.arange(TOP_K) >= top.count[:, None]
+    own[unused] = MAX_MODULUS << 17
+    keys = np.concatenate([own, draws << 17 | 1 << 16], axis=1)
+    keys.sort(axis=1)
+    residue = keys >> 17
+    repeated = np.zeros(keys.shape, dtype=np.bool_)
+    repeated[:, 1:] = residue[:, 1:] == residue[:, :-1]
+    drawn = (keys >> 16 & 1).astype(np.bool_)
+    entry = ~drawn & (residue < MAX_MODULUS)
+    collided = entry & repeated
+    collided[:, :-1] |= collided[:, 1:]
+    return _Points(residue, keys.astype(np.uint16), entry & ~collided, collided, drawn & ~repeated)
 
 
 def compare(top: TopEntries, proofs: Sequence[bytes], seed: bytes = b"") -> list[ChunkReport]:
@@ -264,44 +296,38 @@ def compare(top: TopEntries, proofs: Sequence[bytes], seed: bytes = b"") -> list
     """
     if len(proofs) != len(top.index):
         raise ProofError(f"{len(proofs)} proofs for {len(top.index)} chunks")
-    if not proofs:
-        return []
-    words = np.stack([_parse_words(proof, f"proof {number}") for number, proof in enumerate(proofs)])
-    modulus, coefficients = words[:, 0], words[:, 1:]
-    count = top.count
-    used = np.arange(TOP_K) < count[:, None]
-    residues = _residues(top.index, modulus, count)
-    collided = _collisions(residues)
-    compared = used & ~collided
-    draws = _negative_draws(top, residues, modulus, proofs, seed)
-    values = gf65497.evaluate(coefficients, np.maximum(np.concatenate([residues, draws], axis=1), 0))
-    claimed, elsewhere = values[:, :TOP_K], values[:, TOP_K:]
+    return _compare(top, _parse_words(proofs), proofs, seed) if proofs else []
 
-    own = top.bits.astype(np.int64)
-    own_exponent = _exponent(own)
-    same_exponent = compared & (_exponent(claimed) == own_exponent)
-    sign_differs = same_exponent & ((claimed >> 15) != (own >> 15))
-    error = np.abs((claimed & 0x7F) - (own & 0x7F))
-    matches = same_exponent.sum(axis=1)
+
+def _compare(top: TopEntries, words: Ints, proofs: Sequence[bytes], seed: bytes) -> list[ChunkReport]:
+    modulus, coefficients = words[:, 0], words[:, 1:]
+    points = _points(top, modulus, _negative_draws(top.entries, modulus, proofs, seed))
+    claimed = gf65497.evaluate(coefficients, np.minimum(points.residue, MAX_MODULUS - 1)).astype(np.uint16)
+
+    exponent = _exponent(claimed)
+    same_exponent = points.compared & (exponent == _exponent(points.bits))
+    sign_differs = same_exponent & ((claimed ^ points.bits) >= 0x8000)
+    error = np.abs((claimed & 0x7F).astype(np.int16) - (points.bits & 0x7F).astype(np.int16))
+    compared, matches = points.compared.sum(axis=1), same_exponent.sum(axis=1)
     mean = np.where(same_exponent, error, 0).sum(axis=1) / np.maximum(matches, 1)
     ordered = np.sort(np.where(same_exponent, error, 0x80), axis=1)
-    median = np.take_along_axis(ordered, np.minimum(matches // 2, TOP_K - 1)[:, None], axis=1)[:, 0]
+    median = np.take_along_axis(ordered, matches[:, None] // 2, axis=1)[:, 0]
 
-    occurs = np.zeros((len(words), 256), dtype=np.bool_)
     rows = np.arange(len(words))[:, None]
-    occurs[rows, np.where(used, own_exponent, own_exponent[:, :1])] = True
-    tested = draws >= 0
-    plausible = tested & occurs[rows, _exponent(elsewhere)]
+    occurs = np.zeros((len(words), 256), dtype=np.bool_)
+    own_exponent = _exponent(top.bits)
+    occurs[rows, np.where(np.arange(TOP_K) < top.count[:, None], own_exponent, own_exponent[:, :1])] = True
+    plausible = points.tested & occurs[rows, exponent]
 
     columns = (
         top.tokens,
-        compared.sum(axis=1),
-        collided.sum(axis=1),
-        compared.sum(axis=1) - matches,
+        compared,
+        points.collided.sum(axis=1),
+        compared - matches,
         sign_differs.sum(axis=1),
         np.where(matches, mean, MAX_MANTISSA_ERROR),
         np.where(matches, median, MAX_MANTISSA_ERROR).astype(np.float64),
-        tested.sum(axis=1),
+        points.tested.sum(axis=1),
         plausible.sum(axis=1),
     )
     return [ChunkReport(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]

@@ -91,6 +91,29 @@ def test_numpy_and_torch_draw_the_same_tokens(case: Any) -> None:
         np.testing.assert_allclose(left, right.numpy(), atol=1e-6)
 
 
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), top_k=st.sampled_from([0, 50]), top_p=st.sampled_from([1.0, 0.95]))
+def test_numpy_and_torch_draw_the_same_tokens_of_a_large_vocabulary(
+    seed: int, top_k: int, top_p: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    wide = torch.from_numpy((4 * rng.standard_normal((3, 49_152))).astype(np.float32))
+    logits = wide.bfloat16().float()  # as a bf16 model gives them: many ties
+    u = np.array([*rng.random(2), 1.0])
+    ours = sample(logits.numpy(), u, 0.9, top_k, top_p).tokens
+    assert ours.tolist() == sample(logits, torch.from_numpy(u), 0.9, top_k, top_p).tokens.tolist()
+
+
+@settings(max_examples=50, deadline=None)
+@given(draws())
+def test_a_larger_u_never_draws_an_earlier_token(case: Any) -> None:
+    logits, _, options = case
+    u = np.linspace(0, 1, 60)
+    tokens = sample(np.tile(logits[:1], (60, 1)), u, **options).tokens
+    assert (np.diff(tokens) >= 0).all()
+    assert set(tokens.tolist()) <= set(np.flatnonzero(probabilities(logits[0], **options)).tolist())
+
+
 @settings(max_examples=100, deadline=None)
 @given(draws(), st.data())
 def test_distance_is_the_gap_to_the_tokens_interval(case: Any, data: st.DataObject) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from intellect_protocol import toploc
 from intellect_protocol.errors import ProofError
-from intellect_protocol.gf65497 import PRIME, evaluate
+from intellect_protocol.gf65497 import PRIME, evaluate, interpolate
 from intellect_protocol.top_entries import TOP_K, Bits, TopEntries, to_bf16_bits, top_entries
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors" / "toploc.json").read_text())[
@@ -126,6 +126,33 @@ def test_ties_in_magnitude_go_to_the_lower_index(values: list[int], k_scale: int
     assert top.index[0, :count].tolist() == sorted(ranked[:count])
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 70),
+    hidden=st.sampled_from([1, 5, 64, 130, 500, 513, 1030, 5000]),
+    levels=st.sampled_from([1, 2, 5, 300]),
+    outliers=st.integers(0, 6),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_the_top_entries_are_the_largest_of_each_chunk_however_they_lie(
+    tokens: int, hidden: int, levels: int, outliers: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, levels, (tokens, hidden)) * (0x4000 // levels)
+    bits[:, rng.integers(0, hidden, outliers)] += 0x3000  # channels that are large in every token
+    bits |= rng.integers(0, 2, bits.shape) << 15
+    states = bits.astype(np.uint16)
+    top = top_entries([states, states])
+    for chunk in range(len(top.index)):
+        start = 32 * (chunk % toploc.chunk_count(tokens))
+        flat = states[start : start + 32].reshape(-1)
+        count = min(128, len(flat))
+        ranked = np.argsort(-(flat & 0x7FFF).astype(np.int64), kind="stable")[:count]
+        assert top.index[chunk, :count].tolist() == sorted(ranked.tolist())
+        assert top.bits[chunk, :count].tolist() == flat[np.sort(ranked)].tolist()
+        assert (int(top.entries[chunk]), int(top.count[chunk])) == (len(flat), count)
+
+
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=50))
 def test_rounding_to_bf16_is_that_of_torch(values: list[float]) -> None:
     array = np.array(values, dtype=np.float32)
@@ -218,6 +245,21 @@ def test_a_proof_says_what_its_coefficients_say() -> None:
     assert values[0].tolist() == top.bits[0].tolist()
 
 
+@settings(max_examples=30, deadline=None)
+@given(modulus=st.integers(toploc.MIN_MODULUS, PRIME), seed=st.integers(0, 2**32 - 1))
+def test_the_proofs_own_modulus_holds_for_indices_beyond_it(modulus: int, seed: int) -> None:
+    """At hidden 4096 a chunk has twice as many entries as residues."""
+    rng = np.random.default_rng(seed)
+    index = np.sort(rng.choice(4096 * 32, TOP_K, replace=False))[None]
+    assume(len(set((index % modulus)[0].tolist())) == TOP_K)
+    bits = rng.integers(0x3F80, 0x4080, (1, TOP_K)).astype(np.uint16)
+    top = TopEntries(index, bits, np.array([4096 * 32]), np.array([32]))
+    coefficients = interpolate(index % modulus, bits.astype(np.int64), np.array([TOP_K]))
+    report = toploc.compare(top, [forged(modulus, coefficients[0].tolist())])[0]
+    assert (report.compared, report.exponent_mismatches, report.mantissa_mean) == (TOP_K, 0, 0.0)
+    assert report.sign_mismatches == report.collisions == 0
+
+
 def words(proof: bytes) -> npt.NDArray[np.uint16]:
     return np.frombuffer(proof, dtype=">u2").astype(np.uint16)
 
@@ -289,6 +331,19 @@ def test_a_malformed_proof_is_an_error_that_says_what_is_wrong(proof: bytes, tex
         toploc.parse(proof)
     with pytest.raises(ProofError, match=f"proof 0 .*{text}"):
         toploc.verify(random_bits(0, 4, 64), [proof])
+
+
+def test_the_first_malformed_proof_of_a_row_is_named() -> None:
+    states = random_bits(0, 100, 64)
+    proofs = toploc.build(states)
+    proofs[2] = proofs[3] = forged(1, [0] * 128)
+    with pytest.raises(ProofError, match="proof 2 has modulus 1"):
+        toploc.verify(states, proofs)
+    short = random_bits(0, 33, 2)
+    proofs = toploc.build(short)
+    proofs[1] = proofs[0]
+    with pytest.raises(ProofError, match=r"proof 1 has more terms than its chunk has entries \(2\)"):
+        toploc.verify(short, proofs)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -197,6 +197,23 @@ def test_confident_positions_say_nothing_about_mean_and_exactness() -> None:
     assert found(check_sampling(unsure, 4, LIMITS_BF16)) == {("sampling_inexact_group", Kind.FRAUD, None)}
 
 
+@given(st.integers(0, 40), st.integers(0, 40), st.floats(0.0011, 0.05), st.booleans())
+def test_mean_and_exactness_speak_from_thirty_informative_positions_on(
+    informative: int, confident: int, distance: float, exact: bool
+) -> None:
+    count = informative + confident
+    if not count:
+        return
+    own = score([distance] * count, exact=exact)
+    own = msgspec.structs.replace(own, top_prob=[0.99] * informative + [0.9901] * confident)
+    limits = msgspec.structs.replace(LIMITS_FP32, max_distance=Limit(1, 1), far_distance=0.1)
+    expected = set()
+    if informative >= 30:
+        expected = {("sampling_mean_row", Kind.FRAUD, 0), ("sampling_mean_group", Kind.FRAUD, None)}
+        expected |= set() if exact else {("sampling_inexact_group", Kind.FRAUD, None)}
+    assert found(check_sampling([own], 1, limits)) == expected
+
+
 def row_with(logprobs: list[float]) -> Rollout:
     return Rollout(0, 0, "", 0, 0, [2], [3] * len(logprobs), np.array(logprobs, np.float32), "stop", 0.0, [])
 

@@ -2,9 +2,9 @@
 
 What makes generation slow on a CPU is neither the sampling nor the arithmetic but reading weights
 and starting kernels, so: query, key and value are one product, gate and up are one product, the
-weights are packed (`linear`), tokens of all rows lie in one [tokens, hidden] matrix, the cache is
-allocated ahead, and grouped query heads are folded into the query length of one attention call, so
-that keys and values are never repeated.
+weights are packed (`linear`), tokens of all rows lie end to end in one [tokens, hidden] matrix
+without padding, the cache is allocated ahead, and grouped query heads are folded into the query
+length of one attention call, so that keys and values are never repeated.
 
 Numerics follow transformers' implementation of these models (rotation in the model's dtype, norms
 in float32); in float32 the two agree to rounding, in bfloat16 within its noise.
@@ -26,6 +26,9 @@ from .linear import Linear
 from .model_config import NativeConfig, Rope
 
 Tensors = dict[str, torch.Tensor]
+
+_MLP_TOKENS = 8192
+"""Tokens that go through an MLP at once: its inner activations are the widest of all."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, query [n, heads, dim], key and value [n, kv heads, dim]) -> [n, heads * dim]: what the
@@ -170,10 +173,10 @@ class NativeDecoder:
                 index, rotated[:, : config.heads], rotated[:, config.heads :], qkv[:, rotated_heads:]
             )
             x = x + layer.output(mixed)
-            gate, up = layer.gate_up(
-                functional.rms_norm(x, norm_shape, layer.post_norm, config.norm_eps)
-            ).chunk(2, -1)
-            x = x + layer.down(functional.silu(gate) * up)
+            for part in x.split(_MLP_TOKENS):
+                normed = functional.rms_norm(part, norm_shape, layer.post_norm, config.norm_eps)
+                gate, up = layer.gate_up(normed).chunk(2, -1)
+                part += layer.down(functional.silu(gate) * up)
         return functional.rms_norm(x, norm_shape, self.norm, config.norm_eps)
 
     def _head_norms(self, layer: _Layer, rotated: torch.Tensor) -> torch.Tensor:
@@ -193,17 +196,16 @@ class NativeDecoder:
         return NativeBatch(self, max_rows)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> NativePrompts:
-        tokens, lengths = self._pad(prompts)
-        attend = _CausalAttend(self, *tokens.shape, keep=True)
-        states = self._forward_rows(tokens, torch.zeros_like(lengths), attend)
-        last = states[torch.arange(len(prompts), device=self.device), lengths - 1]
-        return NativePrompts(last, attend.keys, attend.values, lengths)
+        packed = _PackedRows(prompts, self.device)
+        attend = _CausalAttend(self, packed, keep=True)
+        states = self.forward(packed.tokens, packed.steps, attend)
+        last = states[packed.lengths.cumsum(0) - 1]
+        return NativePrompts(last, attend.keys, attend.values, packed.lengths)
 
     def sequence_states(self, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        padded, lengths = self._pad(tokens)
-        attend = _CausalAttend(self, *padded.shape, keep=False)
-        states = self._forward_rows(padded, torch.zeros_like(lengths), attend)
-        return [row[:length] for row, length in zip(states, lengths.tolist(), strict=True)]
+        packed = _PackedRows(tokens, self.device)
+        states = self.forward(packed.tokens, packed.steps, _CausalAttend(self, packed, keep=False))
+        return list(states.split(packed.sizes))
 
     def continuation_states(
         self, prompts: NativePrompts, index: torch.Tensor, completions: Sequence[Sequence[int]]
@@ -212,32 +214,53 @@ class NativeDecoder:
         if max(map(len, completions)) == 1:
             return list(first[:, None])
         # The last token's state predicts a token that does not exist.
-        padded, _ = self._pad([completion[:-1] or completion for completion in completions])
-        attend = _PrefixAttend(self, prompts, index, padded.shape[1])
-        states = self._forward_rows(padded, prompts.lengths[index], attend)
+        packed = _PackedRows([completion[:-1] or completion for completion in completions], self.device)
+        positions = prompts.lengths[index].repeat_interleave(packed.lengths) + packed.steps
+        states = self.forward(packed.tokens, positions, _PrefixAttend(self, prompts, index, packed))
         return [
-            torch.cat((first[row : row + 1], states[row, : len(completion) - 1]))
-            for row, completion in enumerate(completions)
+            torch.cat((first[row : row + 1], own[: len(completion) - 1]))
+            for row, (own, completion) in enumerate(zip(states.split(packed.sizes), completions, strict=True))
         ]
 
-    def _pad(self, rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Right-padded tokens [rows, longest] and lengths [rows]; padding comes after and is never seen."""
-        lengths = [len(row) for row in rows]
-        longest = max(lengths)
-        padded = [[*row, *[0] * (longest - len(row))] for row in rows]
-        return torch.tensor(padded, device=self.device), torch.tensor(lengths, device=self.device)
 
-    def _forward_rows(self, tokens: torch.Tensor, start: torch.Tensor, attend: Attend) -> torch.Tensor:
-        rows, length = tokens.shape
-        positions = (start[:, None] + torch.arange(length, device=self.device)).reshape(-1)
-        return self.forward(tokens.reshape(-1), positions, attend).view(rows, length, -1)
+class _PackedRows:
+    """Rows of different lengths, end to end: only attention needs them side by side.
+
+    Attributes:
+        tokens, steps: int64 [tokens] of all rows, and the place of each within its row.
+        sizes, lengths: the rows' lengths, as a list and as a tensor [rows].
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.sizes = [len(row) for row in rows]
+        self.longest = max(self.sizes)
+        self.tokens = torch.tensor([token for row in rows for token in row], device=device)
+        self.lengths = torch.tensor(self.sizes, device=device)
+        within = torch.arange(self.longest, device=device) < self.lengths[:, None]
+        places = within.reshape(-1).nonzero()[:, 0]
+        self.steps = places % self.longest
+        self._places = None if len(places) == within.numel() else places
+
+    def side_by_side(self, packed: torch.Tensor) -> torch.Tensor:
+        """[rows, longest, heads, dim] of a packed [tokens, heads, dim]; zeros behind the end of a row."""
+        if self._places is not None:
+            # Zeros, not garbage: a masked NaN would still spoil the weighted sum of values.
+            padded = packed.new_zeros(len(self.sizes) * self.longest, *packed.shape[1:])
+            padded[self._places] = packed
+            packed = padded
+        return packed.view(len(self.sizes), self.longest, *packed.shape[1:])
+
+    def end_to_end(self, mixed: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads * dim] of [rows, heads, longest, dim]."""
+        flat = mixed.transpose(1, 2).reshape(len(self.sizes) * self.longest, -1)
+        return flat if self._places is None else flat[self._places]
 
 
 class _CausalAttend:
     """Whole sequences: every token sees itself and those before it in its row."""
 
-    def __init__(self, decoder: NativeDecoder, rows: int, length: int, *, keep: bool) -> None:
-        self.config, self.rows, self.length, self.keep = decoder.config, rows, length, keep
+    def __init__(self, decoder: NativeDecoder, packed: _PackedRows, *, keep: bool) -> None:
+        self.config, self.packed, self.keep = decoder.config, packed, keep
         self.kernel = decoder.kernel
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
@@ -245,37 +268,37 @@ class _CausalAttend:
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        rows, length, config = self.rows, self.length, self.config
+        config, packed = self.config, self.packed
+        rows, length = len(packed.sizes), packed.longest
         group = config.heads // config.kv_heads
-        key = key.view(rows, length, config.kv_heads, config.head_dim).transpose(1, 2).contiguous()
-        value = value.view(rows, length, config.kv_heads, config.head_dim).transpose(1, 2).contiguous()
+        key = packed.side_by_side(key).transpose(1, 2).contiguous()
+        value = packed.side_by_side(value).transpose(1, 2).contiguous()
         if self.keep:
             self.keys.append(key)
             self.values.append(value)
         # One "batch" entry per kv head; its query heads see the same keys through a stride of zero.
         flat = (rows * config.kv_heads, 1, length, config.head_dim)
         mixed = self.kernel(
-            query.view(rows, length, config.heads, config.head_dim)
+            packed.side_by_side(query)
             .transpose(1, 2)
             .reshape(rows * config.kv_heads, group, length, config.head_dim),
             key.view(flat).expand(-1, group, -1, -1),
             value.view(flat).expand(-1, group, -1, -1),
             is_causal=True,
         )
-        by_head = mixed.view(rows, config.heads, length, config.head_dim)
-        return by_head.transpose(1, 2).reshape(rows * length, -1)
+        return packed.end_to_end(mixed.view(rows, config.heads, length, config.head_dim))
 
 
 class _PrefixAttend:
     """Continuations: every token sees its row's prompt in a cache and the tokens before it."""
 
     def __init__(
-        self, decoder: NativeDecoder, prompts: NativePrompts, index: torch.Tensor, length: int
+        self, decoder: NativeDecoder, prompts: NativePrompts, index: torch.Tensor, packed: _PackedRows
     ) -> None:
-        self.config, self.prompts, self.index, self.length = decoder.config, prompts, index, length
+        self.config, self.prompts, self.index, self.packed = decoder.config, prompts, index, packed
         self.kernel = decoder.kernel
         group = self.config.heads // self.config.kv_heads
-        prefix = prompts.keys[0].shape[2]
+        prefix, length = prompts.keys[0].shape[2], packed.longest
         device = decoder.device
         lengths = prompts.lengths[index]
         if bool((lengths == prefix).all()):
@@ -289,18 +312,17 @@ class _PrefixAttend:
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        rows, length, config = len(self.index), self.length, self.config
+        config, packed = self.config, self.packed
+        rows, length = len(packed.sizes), packed.longest
         group = config.heads // config.kv_heads
-        shape = (rows, length, config.kv_heads, config.head_dim)
-        key = torch.cat((self.prompts.keys[layer][self.index], key.view(shape).transpose(1, 2)), dim=2)
-        value = torch.cat((self.prompts.values[layer][self.index], value.view(shape).transpose(1, 2)), dim=2)
+        own_keys = packed.side_by_side(key).transpose(1, 2)
+        own_values = packed.side_by_side(value).transpose(1, 2)
         mixed = self.kernel(
-            query.view(rows, length, config.heads, config.head_dim)
+            packed.side_by_side(query)
             .transpose(1, 2)
             .reshape(rows, config.kv_heads, group * length, config.head_dim),
-            key,
-            value,
+            torch.cat((self.prompts.keys[layer][self.index], own_keys), dim=2),
+            torch.cat((self.prompts.values[layer][self.index], own_values), dim=2),
             attn_mask=self.mask,
         )
-        by_head = mixed.view(rows, config.heads, length, config.head_dim)
-        return by_head.transpose(1, 2).reshape(rows * length, -1)
+        return packed.end_to_end(mixed.view(rows, config.heads, length, config.head_dim))
