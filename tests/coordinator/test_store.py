@@ -21,17 +21,14 @@ from intellect_coordinator.store import Store, add_event, cursor_value, set_curs
 from intellect_protocol.errors import ConfigError, InvalidDataError
 from intellect_protocol.messages import GetVerdicts, SubmissionState
 
-_TESTS = Path(__file__).parents[1]
-
 
 def run_until(folder: Path, model: Path, receipts: int) -> list[str]:
     """Run the intake and kill -9 it after so many receipts; returns the lines it printed."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(
-            str(_TESTS / name) for name in ("coordinator", "contracts", "protocol")
-        ),
+        # This interpreter's own path: the packages under test may lie elsewhere than those installed.
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }
     process = subprocess.Popen(
         [sys.executable, "-m", "intake_process", str(folder), str(model)],

@@ -14,6 +14,8 @@ Read in this order:
 - `sampling`    check 11: the tokens are those that the seeds draw
 - `drift`       check 12: the worker's log-probs against the validator's
 - `pipeline`    all of them in order, up to a judgement
+- `audit_share` which units get checks 10 to 12, who draws them, and how the draw is committed to
+- `audit_draws` whether a published version was audited as its draws demand
 
 Check 8 of the design (a completion equal to another node's) is a remark for the dashboard, made where other
 nodes' submissions are known; it decides nothing here.
