@@ -3,9 +3,9 @@
     python benchmarks/audit_share.py [--owners 4000] [--plot audit_share.png]
 
 Shares come from the rule that coordinator and validators use (`validation.audit_share`); owners and audits
-are simulated. A cheated unit is worth `unit_value` if it gets through, nothing if it is caught. An owner that is
-caught loses its slashable stake once, but not at once: whatever it hands in while the versions of the window
-are open is still judged and paid. An audit catches a cheat with probability `detection`.
+are simulated. A cheated unit is worth `unit_value` if it gets through, nothing if it is caught. An owner that
+is caught loses its slashable stake once, but not at once: whatever it hands in while the versions of the
+window are open is still judged and paid. An audit catches a cheat with probability `detection`.
 
 Beside the rule stand fixed shares, the same for every unit of every owner: what a coordinator would do that
 draws one unit in ten, whoever owns it.
