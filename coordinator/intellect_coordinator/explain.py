@@ -165,7 +165,8 @@ def _verdicts(connection: Connection, submission: int) -> list[dict[str, Any]]:
 
 
 def _summary(row: Record) -> dict[str, Any]:
-    return {**submissions.summary(row), "file_hash": row.file_hash.hex()}
+    # For the operator's terminal only: the web page would tell nodes what was drawn before its verdict.
+    return {**submissions.summary(row), "file_hash": row.file_hash.hex(), "audit": bool(row.audit)}
 
 
 def _time(at_ms: int) -> str:

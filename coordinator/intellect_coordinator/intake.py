@@ -125,6 +125,7 @@ class Intake:
                     retry_after_s=(held.deadline_ms - now) / 1000,
                 )
             return int(held.deadline_ms)
+        self._check_open(connection, unit.version)
         expected = submissions.next_index(connection, unit.node, unit.version)
         ahead = unit.index - expected
         # Uploads may overlap, so a promise may run a little ahead of the order.

@@ -279,7 +279,6 @@ def summary(row: Record) -> dict[str, Any]:
         "training": row.training,
         "code": row.code,
         "fraud": bool(row.fraud),
-        "audit": bool(row.audit),
         "case_id": row.case_id,
         "received_at_ms": row.received_at_ms,
     }

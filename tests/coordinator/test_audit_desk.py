@@ -6,6 +6,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -29,10 +30,14 @@ from world import COORDINATOR, OWNER, PUBLISHER, VALIDATORS
 
 from intellect_coordinator import schema
 from intellect_coordinator.audit_desk import AuditDesk
+from intellect_coordinator.explain import print_draws
 from intellect_coordinator.judging import Judge
 from intellect_coordinator.public_record import PublicRecord
 from intellect_coordinator.reviews import Reviewer
 from intellect_coordinator.stake_book import StakeBook
+from intellect_coordinator.validator import Validator, ValidatorOptions
+from intellect_coordinator.validator_log import ValidatorLog
+from intellect_protocol.engines.supervisor import EngineOptions
 from intellect_protocol.engines.torch_engine import TorchEngine
 from intellect_protocol.errors import ConfigError, RefusedError, UnreachableError
 from intellect_protocol.keys import PeerKey
@@ -156,7 +161,7 @@ def read(site: Site, digest: bytes) -> WorkFile:
 
 
 async def test_units_are_drawn_by_the_committed_seed_and_the_work_file_reveals_it(
-    open_site, engine: TorchEngine, chain: SeedChain
+    open_site, engine: TorchEngine, chain: SeedChain, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with open_site(**HALF) as site:
         await work_on(site, 0, 6)
@@ -177,6 +182,8 @@ async def test_units_are_drawn_by_the_committed_seed_and_the_work_file_reveals_i
         record = PublicRecord(site.config, site.world.ledger, site.published)
         (published,) = await record.published()
         report = await record.check(published)
+        print_draws([report], as_json=False)
+        assert "6 units" in capsys.readouterr().out
         assert (report.units, report.drawn, report.audited) == (6, sum(expected), sum(expected))
         assert report.problems == []
 
@@ -216,6 +223,37 @@ async def test_without_a_forward_pass_the_checks_one_to_nine_still_refuse(
         verdict, body = await judge.verdict(file, await site.claims(file, 0, 0), FIRST.address, audit=False)
         assert (verdict.outcome, verdict.fraud, body) == ("rejected", True, b"")
         assert {note.code for note in verdict.findings if note.kind == "fraud"} == {"reward"}
+
+
+@pytest.mark.parametrize(("spot_checks", "audited"), [(0.0, False), (1.0, True)])
+async def test_a_validator_may_audit_units_of_its_own_choice(
+    open_site, spot_checks: float, audited: bool
+) -> None:
+    class Watched:
+        """A judge that notes what it is asked for."""
+
+        placed = None
+
+        async def verdict(self, file, claims, validator, *, audit):
+            asked.append(audit)
+            return said("rejected", FRAUD), b""
+
+    asked: list[bool] = []
+    async with open_site(**NEVER) as site:
+        file = plain_file(site, 0)
+        await site.submit(file, 0)
+        job = await site.claim(FIRST, JobKind.JUDGE)
+        options = ValidatorOptions(
+            run=site.config, signer=FIRST, data_dir=site.folder, listen=[], spot_checks=spot_checks,
+            engine=EngineOptions(dtype="float32"),
+        )  # fmt: skip
+        swarm = SimpleNamespace(heads=site.heads, ledger=site.world.ledger)
+        log = ValidatorLog(site.folder / "log.sqlite")
+        validator = Validator(options, swarm, Watched(), log)  # type: ignore[arg-type]
+        assert job.judge is not None
+        assert await validator._answer(job, file) is not None
+        log.close()
+    assert asked == [audited]
 
 
 async def test_no_verdict_leaves_out_the_audit_of_a_drawn_unit(open_site) -> None:
@@ -372,6 +410,10 @@ async def test_a_seed_is_revealed_only_when_nothing_can_be_added_to_its_version_
         site.heads.set(0)
         with pytest.raises(RefusedError, match="stale_version"):
             await site.submit(plain_file(site, 1), 1)
+        message = site.submission(b"too late", 1)
+        late = Precommit(0, 1, message.file_hash, message.size_bytes)
+        with pytest.raises(RefusedError, match="stale_version"):
+            await site.intake.precommit(NODE.address, late)
 
 
 async def work_on_pending(site: Site, version: int) -> None:
