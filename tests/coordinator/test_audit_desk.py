@@ -32,15 +32,17 @@ from intellect_coordinator import schema
 from intellect_coordinator.audit_desk import AuditDesk
 from intellect_coordinator.explain import print_draws
 from intellect_coordinator.judging import Judge
-from intellect_coordinator.public_record import PublicRecord
+from intellect_coordinator.public_record import PublicRecord, published_draws
 from intellect_coordinator.reviews import Reviewer
 from intellect_coordinator.stake_book import StakeBook
 from intellect_coordinator.validator import Validator, ValidatorOptions
 from intellect_coordinator.validator_log import ValidatorLog
 from intellect_protocol.engines.supervisor import EngineOptions
 from intellect_protocol.engines.torch_engine import TorchEngine
-from intellect_protocol.errors import ConfigError, RefusedError, UnreachableError
+from intellect_protocol.errors import ConfigError, InvalidDataError, RefusedError, UnreachableError
 from intellect_protocol.keys import PeerKey
+from intellect_protocol.ledger.client import Ledger
+from intellect_protocol.ledger.deployment import Deployment
 from intellect_protocol.ledger.devkeys import development_signer
 from intellect_protocol.ledger.events import Staked, StakeFrozen, StakeReleased, StakeSeized, UnbondRequested
 from intellect_protocol.ledger.records import CourtTerms
@@ -479,6 +481,36 @@ async def test_a_key_that_did_not_commit_to_the_runs_seeds_cannot_coordinate_it(
         stranger = AuditDesk(site.config, PUBLISHER, site.standing.book, site.world.ledger)
         with pytest.raises(ConfigError, match="anchor"):
             await stranger.open()
+
+
+async def test_the_draws_of_all_published_versions_can_be_repeated_from_the_run_file_alone(
+    open_site, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_site(**HALF) as site:
+        for version in (0, 1):
+            await work_on(site, version, 3)
+        await commit(site, engine, await proposed(site, 4))
+
+        @asynccontextmanager
+        async def at_the_coordinator(config: object) -> AsyncIterator[object]:
+            yield site.published
+
+        class TheChain(Ledger):
+            """The run file names URLs; the chain of this test is in this process."""
+
+            def __init__(self, rpc: list[str], deployment: Deployment, state_dir: None) -> None:
+                super().__init__(site.world.provider, deployment, state_dir)
+
+        monkeypatch.setattr("intellect_coordinator.public_record.open_work_files", at_the_coordinator)
+        monkeypatch.setattr("intellect_protocol.ledger.client.Ledger", TheChain)
+        reports = await published_draws(site.config)
+        assert [(report.version, report.units, report.problems) for report in reports] == [
+            (0, 3, []),
+            (1, 3, []),
+        ]
+        assert await published_draws(site.config, 1) == reports[1:]
+        with pytest.raises(InvalidDataError, match="not on the ledger"):
+            await published_draws(site.config, 2)
 
 
 async def test_a_published_file_that_nobody_gives_is_an_error_and_not_a_blank_record(
