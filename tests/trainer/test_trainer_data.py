@@ -24,7 +24,6 @@ SAME = [[1.0] * SAMPLES] * PROMPTS
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
     (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "config.json").write_text('{"dtype": "float32"}')
     return make_run(tmp_path)
 
 
