@@ -225,6 +225,24 @@ def calibrate(
     print_report(report, as_json=json, with_toml=out is None and key is None)
 
 
+@app.command("audit-draws", epilog=EXIT_CODES + " 1 also where a version was not audited as drawn.")
+def audit_draws(
+    run: RunOption = None,
+    version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Draw the audits of all published versions again, and show what was skipped."""
+    import trio
+
+    from .config import open_run
+    from .explain import print_draws
+    from .public_record import published_draws
+
+    reports = trio.run(published_draws, open_run(run), version)
+    print_draws(reports, as_json=json)
+    raise typer.Exit(1 if any(report.problems for report in reports) else 0)
+
+
 @app.command(epilog=EXIT_CODES)
 def devchain(
     data_dir: Annotated[Path, typer.Option("--data-dir", help="Where the chain is kept.")],
@@ -266,6 +284,17 @@ def init(
     token: Annotated[str | None, typer.Option(help="Address of the stake token (ERC-20).")] = None,
     window_s: Annotated[int | None, typer.Option(help="Seconds to appeal.")] = None,
     voting_s: Annotated[int | None, typer.Option(help="Seconds to decide after that.")] = None,
+    unit_value: Annotated[
+        float | None,
+        typer.Option(help="Stake tokens an accepted unit is worth at most: audit a share. Else all units."),
+    ] = None,
+    min_audit_share: Annotated[float, typer.Option(help="Least share of units to audit.")] = 0.1,
+    probation_units: Annotated[
+        int, typer.Option(help="Accepted units before an owner's share falls below 1.")
+    ] = 16,
+    audit_safety: Annotated[
+        float, typer.Option(help="At least 1 / (chance that an audit finds a cheat).")
+    ] = 2.0,
 ) -> None:
     """Start a run: deploy the contracts and write the signed run configuration."""
     import msgspec
@@ -274,7 +303,7 @@ def init(
     from intellect_protocol.errors import UsageError
     from intellect_protocol.keys import address_bytes, checksum_address, load_signer
 
-    from .new_run import NewRun, create_run, parse_environment
+    from .new_run import AuditChoice, NewRun, create_run, parse_environment
     from .presets import preset as preset_of
 
     if (publisher is None) == (publisher_key is None):
@@ -310,6 +339,14 @@ def init(
         token=token,
         window_s=window_s,
         voting_s=voting_s,
+        audit=None
+        if unit_value is None
+        else AuditChoice(
+            unit_value=unit_value,
+            min_share=min_audit_share,
+            probation_units=probation_units,
+            safety=audit_safety,
+        ),
     )
     trio.run(create_run, new, typer.echo)
 

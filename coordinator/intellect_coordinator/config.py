@@ -27,6 +27,7 @@ APPLICATION = "intellect-node"
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
@@ -57,6 +58,7 @@ class ValidatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     password_file: Path | None = None
     listen: list[str] = msgspec.field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])
     judge: bool = True
+    spot_checks: Share = 0.0  # share of the units not drawn that this validator audits nevertheless
     engine: Literal["torch", "vllm"] = "torch"
     device: str = "auto"
     engine_rows: Positive = 64
@@ -162,6 +164,7 @@ def validator_options(config: ValidatorConfig, environ: Mapping[str, str]) -> Va
         data_dir=data_dir_of(config, run, "validator"),
         listen=config.listen,
         judge=config.judge,
+        spot_checks=config.spot_checks,
         engine=EngineOptions(
             engine=config.engine,
             device=config.device,

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, select
 from intellect_protocol.errors import UsageError, WalletError
 from intellect_protocol.keys import address_bytes
 from intellect_protocol.messages import FindingNote
+from intellect_protocol.validation.audit_draws import DrawReport
 
 from . import schema, submissions
 from .audit import AuditReport, reasons
@@ -102,6 +103,8 @@ def print_submission(data_dir: Path | None, database: str | None, submission: in
         return
     typer.echo(f"unit {row.version}/{row.unit_index} of node 0x{row.node.hex()} (owner {row.owner})")
     typer.echo(f"file {row.file_hash.hex()}, {row.size_bytes} bytes, {row.rows} rows, {row.tokens} tokens")
+    if not row.audit:
+        typer.echo("not drawn for an audit: checks 10 to 12 could be left out")
     for state, at in sorted(status.times_ms.items(), key=lambda entry: entry[1]):
         typer.echo(f"  {_time(at)}  {state}")
     for verdict in verdicts:
@@ -131,6 +134,23 @@ def print_audit(report: AuditReport, *, as_json: bool) -> None:
         typer.echo(f"ANOTHER verdict: the validator said {report.said_outcome} ({said})")
 
 
+def print_draws(reports: list[DrawReport], *, as_json: bool) -> None:
+    """One line per version, and one per problem."""
+    if as_json:
+        _print_json([msgspec.to_builtins(report) for report in reports])
+        return
+    for report in reports:
+        word = "as drawn" if not report.problems else f"{len(report.problems)} PROBLEMS"
+        typer.echo(
+            f"version {report.version:>6}  {report.units:>5} units  {report.drawn:>5} drawn  "
+            f"{report.audited:>5} audited  {word}"
+        )
+        for problem in report.problems:
+            typer.echo(f"    {problem}")
+    if not reports:
+        typer.echo("no work is published yet")
+
+
 def _print_findings(notes: list[FindingNote]) -> None:
     """One line per reason, with the finding that is farthest from its limit."""
     by_reason: dict[tuple[str, str, str], list[FindingNote]] = {}
@@ -154,7 +174,8 @@ def _verdicts(connection: Connection, submission: int) -> list[dict[str, Any]]:
 
 
 def _summary(row: Record) -> dict[str, Any]:
-    return {**submissions.summary(row), "file_hash": row.file_hash.hex()}
+    # For the operator's terminal only: the web page would tell nodes what was drawn before its verdict.
+    return {**submissions.summary(row), "file_hash": row.file_hash.hex(), "audit": bool(row.audit)}
 
 
 def _time(at_ms: int) -> str:

@@ -38,6 +38,7 @@ from intellect_protocol.validation.findings import Finding
 from intellect_protocol.wire import sha256
 
 from . import jobs, precommits, schema, submissions
+from .audit_desk import AuditDesk
 from .blobs import BlobStore
 from .standing import Standing
 from .store import Record, Store
@@ -80,6 +81,7 @@ class Intake:
         config: RunConfig,
         signer: Signer,
         bell: jobs.Bell,
+        audits: AuditDesk,
         *,
         limits: IntakeLimits | None = None,
         clock_ms: Callable[[], int] = now_ms,
@@ -94,6 +96,7 @@ class Intake:
         self._limits = limits or IntakeLimits()
         self._clock_ms = clock_ms
         self._bell = bell
+        self._audits = audits
 
     async def precommit(self, node: str, message: Precommit) -> PrecommitResult:
         """Hold the deadline of a unit whose upload is under way.
@@ -122,6 +125,7 @@ class Intake:
                     retry_after_s=(held.deadline_ms - now) / 1000,
                 )
             return int(held.deadline_ms)
+        self._check_open(connection, unit.version)
         expected = submissions.next_index(connection, unit.node, unit.version)
         ahead = unit.index - expected
         # Uploads may overlap, so a promise may run a little ahead of the order.
@@ -178,22 +182,25 @@ class Intake:
         if not await trio.to_thread.run_sync(self._blobs.has_room, len(body)):
             raise RefusedError("no_room", "the coordinator's disk is full", self._limits.busy_retry_s)
         await trio.to_thread.run_sync(self._blobs.put, body)
-        receipt = await self._store.write(partial(self._admit, new=new, message=message))
+        slashable = self._audits.slashable(owner, recorded)
+        receipt = await self._store.write(partial(self._admit, new=new, message=message, slashable=slashable))
         self._bell.ring()
         return receipt
 
-    def _admit(self, connection: Connection, new: NewSubmission, message: Submit) -> Receipt:
+    def _admit(self, connection: Connection, new: NewSubmission, message: Submit, slashable: int) -> Receipt:
         twin = submissions.find(connection, new.unit)
         if twin is not None:
             return self._same(twin, message)
         now = self._clock_ms()
         self._check_admission(connection, new, now)
         unit = new.unit
-        digest = receipt_digest(self._run_id, unit.version, unit.index, unit.node, new.file_hash, now)
+        received = self._audits.receipt_time(connection, new, now)
+        digest = receipt_digest(self._run_id, unit.version, unit.index, unit.node, new.file_hash, received)
         signature = self._signer.sign_digest(digest)
-        submission_id = submissions.add(connection, new, now, signature)
+        audit = self._audits.is_drawn(connection, new, slashable)
+        submission_id = submissions.add(connection, new, received, signature, audit=audit)
         jobs.add_judge(connection, self._run_id, unit, new.file_hash, submission_id, attempt=0, now_ms=now)
-        return Receipt(self._run_id, unit.version, unit.index, unit.node, new.file_hash, now, signature)
+        return Receipt(self._run_id, unit.version, unit.index, unit.node, new.file_hash, received, signature)
 
     def _same(self, row: Record, message: Submit) -> Receipt:
         """The receipt given before, if the content is the same.
@@ -225,6 +232,7 @@ class Intake:
                 f"unit {unit.version}/{unit.index} is promised to another file",
                 retry_after_s=(held.deadline_ms - now) / 1000,
             )
+        self._check_open(connection, unit.version)
         expected = submissions.next_index(connection, unit.node, unit.version)
         self._check_window(unit, expected, promised=held is not None)
         self._check_cap(connection, new.owner, unit.version)
@@ -315,6 +323,12 @@ class Intake:
             next_index=next_index,
         )
         refuse(check_window(unit.version, b"", unit.index, state))
+
+    def _check_open(self, connection: Connection, version: int) -> None:
+        """A version whose draws are revealed takes nothing more, whatever this process knows of the head."""
+        last = connection.scalar(select(func.max(schema.roots.c.version))) if self._audits.reveals else None
+        if last is not None and version <= last:
+            raise RefusedError("stale_version", f"version {version} is closed: its work file is published")
 
     def _check_cap(self, connection: Connection, owner: str, version: int, *, ahead: int = 0) -> None:
         used = submissions.units_of_owner(connection, owner, version) + ahead

@@ -153,6 +153,7 @@ class JobDesk:
                 work_signature=row.work_signature,
                 received_at_ms=row.received_at_ms,
                 attempt=job.attempt,
+                audit=_must_audit(row, job),
             )
             return ValidatorJobResult(job.id, lease_s, judge=judge), self._blobs.path(row.file_hash)
         digest = job.evidence_hash if job.kind == JobKind.CASE else job.data_hash
@@ -228,6 +229,10 @@ class JobDesk:
             raise RefusedError("bad_verdict", problem)
         row = await self._store.read(partial(submissions.get, submission_id=job.submission_id))
         assert row is not None
+        if _must_audit(row, job) and not verdict.is_audited:
+            raise RefusedError(
+                "bad_verdict", "the unit was drawn for an audit, and the verdict leaves it out"
+            )
         if verdict.outcome == "accepted":
             await trio.to_thread.run_sync(self._accept_batch, row, verdict, validator, body)
 
@@ -283,6 +288,8 @@ class JobDesk:
                 raise InvalidDataError("the batch file does not have the hash in the verdict")
             batch = read_batch(body, limits)
             check_batch(batch, unit, self._run_id, row.checkpoint_hash, row.file_hash, validator)
+            if batch.meta.audited != verdict.is_audited:
+                raise InvalidDataError("the batch file and the verdict differ about the audit")
             file = self._blobs.get(row.file_hash, max_bytes=limits.max_file_bytes)
             if file is None:
                 raise InvalidDataError("the rollout file is gone from the disk")
@@ -352,6 +359,11 @@ class JobDesk:
             max_completion_tokens=terms.model.max_positions,
             max_file_bytes=self._config.revision.window.max_submission_bytes,
         )
+
+
+def _must_audit(row: Record, job: Record) -> bool:
+    """Whether checks 10 to 12 must run: the unit was drawn, or somebody who looked found it suspect."""
+    return bool(row.audit) or job.kind == JobKind.REVIEW
 
 
 def _job_and_verdict(connection: Connection, job_id: bytes) -> tuple[Record | None, Record | None]:

@@ -84,11 +84,12 @@ class Judge:
         """What the engine says of itself; None while no unit has come as far as to need it."""
         return None if self._client is None or self.placed is None else self._client.info
 
-    async def judge(self, file: bytes, claims: UnitClaims, secret: bytes) -> Judgement:
-        """Run all checks on a unit.
+    async def judge(self, file: bytes, claims: UnitClaims, secret: bytes, *, audit: bool = True) -> Judgement:
+        """Run all checks on a unit, or all but the forward pass.
 
         Args:
             secret: chooses where the commitments' negative check looks; the same secret, the same verdict.
+            audit: whether checks 10 to 12 run.
         """
         try:
             tasks = await self._obtain_tasks(claims.version)
@@ -107,18 +108,20 @@ class Judge:
             tasks=tasks,
             secret=secret,
         )
-        return await validate_unit(file, context, _VersionScorer(self, claims.version))
+        return await validate_unit(file, context, _VersionScorer(self, claims.version) if audit else None)
 
-    async def verdict(self, file: bytes, claims: UnitClaims, validator: str) -> tuple[JudgeVerdict, bytes]:
+    async def verdict(
+        self, file: bytes, claims: UnitClaims, validator: str, *, audit: bool = True
+    ) -> tuple[JudgeVerdict, bytes]:
         """A unit's verdict, and the batch file for the trainer if it is accepted (else b"")."""
         started = time.monotonic()
         secret = secrets.token_bytes(_SECRET_BYTES)
-        judgement = await self.judge(file, claims, secret)
+        judgement = await self.judge(file, claims, secret, audit=audit)
         if judgement.fault:
             logger.warning("unit %d/%d: %s", claims.version, claims.index, judgement.fault)
         batch = b""
         if judgement.outcome is Outcome.ACCEPTED:
-            batch = await trio.to_thread.run_sync(self._batch, judgement, claims, validator)
+            batch = await trio.to_thread.run_sync(self._batch, judgement, claims, validator, audit)
         seconds = time.monotonic() - started
         self.judged += 1
         self.tokens += judgement.tokens
@@ -132,10 +135,11 @@ class Judge:
             tokens=judgement.tokens if batch else 0,
             seconds=round(seconds, 3),
             secret=secret,
+            audited=msgspec.UNSET if audit else False,
         )
         return verdict, batch
 
-    def _batch(self, judgement: Judgement, claims: UnitClaims, validator: str) -> bytes:
+    def _batch(self, judgement: Judgement, claims: UnitClaims, validator: str, audit: bool) -> bytes:
         meta = BatchMeta(
             format=_BATCH_FORMAT,
             run_id=self._config.run_id,
@@ -145,6 +149,7 @@ class Judge:
             index=claims.index,
             file_hash=claims.file_hash,
             validator=validator,
+            audited=audit,
         )
         return write_batch(Batch(meta, judgement.rows))
 

@@ -21,6 +21,7 @@ from intellect_protocol.errors import ConfigError, UsageError
 from intellect_protocol.keys import LocalSigner
 from intellect_protocol.run import (
     PROTOCOL_VERSION,
+    AuditTerms,
     EnvironmentTerms,
     KeyTerms,
     LedgerTerms,
@@ -30,7 +31,9 @@ from intellect_protocol.run import (
     RunTerms,
     SamplingTerms,
     WindowTerms,
+    run_id,
 )
+from intellect_protocol.validation.audit_share import SeedChain
 from intellect_protocol.validation.limits import default_thresholds
 from intellect_protocol.wire import sha256
 
@@ -44,6 +47,15 @@ _COORDINATOR_WEI = 10 * 10**18
 _COORDINATOR_TOKENS = 5_000
 
 Tell = Callable[[str], None]
+
+
+class AuditChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Audit terms as the operator chooses them; the anchor follows from the coordinator's key."""
+
+    unit_value: float  # stake tokens
+    min_share: float
+    probation_units: int
+    safety: float
 
 
 class NewRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +76,7 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
     token: str | None = None
     window_s: int | None = None
     voting_s: int | None = None
+    audit: AuditChoice | None = None  # None: every unit is audited
 
 
 def parse_environment(text: str) -> EnvironmentTerms:
@@ -175,6 +188,18 @@ def first_revision(new: NewRun, dtype: str) -> RevisionTerms:
     )
 
 
+def audit_terms(choice: AuditChoice, signer: LocalSigner, terms: RunTerms) -> AuditTerms:
+    """The choice, with the anchor that commits to the seeds of all versions."""
+    anchor = SeedChain(signer, run_id(terms), 0).anchor
+    return AuditTerms(
+        anchor=anchor,
+        unit_value=choice.unit_value,
+        probation_units=choice.probation_units,
+        min_share=choice.min_share,
+        safety=choice.safety,
+    )
+
+
 async def create_run(new: NewRun, tell: Tell) -> RunConfig:
     """Deploy what is not deployed, open the run on the ledger, and write run.toml.
 
@@ -201,7 +226,10 @@ async def create_run(new: NewRun, tell: Tell) -> RunConfig:
         deployment = await _deploy(new, state_dir)
         deployment.save(deployment_file)
         tell(f"deployed the contracts on chain {deployment.chain_id}")
-    config = RunConfig(run_terms(new, deployment), first_revision(new, dtype)).signed(new.signer)
+    terms, revision = run_terms(new, deployment), first_revision(new, dtype)
+    if new.audit is not None:
+        revision = msgspec.structs.replace(revision, audit=audit_terms(new.audit, new.signer, terms))
+    config = RunConfig(terms, revision).signed(new.signer)
     config.check()
     ledger = Ledger(new.rpc, deployment, state_dir)
     try:

@@ -26,6 +26,7 @@ from intellect_protocol.work_file import VersionWork, WorkFile, read_work_file, 
 
 from .evidence import CheckedEvidence, read_evidence
 from .judging import UnitClaims
+from .public_record import PublicRecord
 from .stake_book import StakeBook
 from .validator_log import ValidatorLog
 
@@ -57,13 +58,20 @@ class Reviewer:
     """Decides cases and checks work files for one validator key."""
 
     def __init__(
-        self, config: RunConfig, ledger: Ledger, signer: Signer, judge: UnitJudge, log: ValidatorLog
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        signer: Signer,
+        judge: UnitJudge,
+        log: ValidatorLog,
+        record: PublicRecord,
     ) -> None:
         self._config = config
         self._ledger = ledger
         self._signer = signer
         self._judge = judge
         self._log = log
+        self._record = record
 
     async def review_case(self, job: CaseJob, bundle: bytes) -> CaseVerdict:
         """Decide a case, or abstain where the fault is ours.
@@ -142,6 +150,9 @@ class Reviewer:
             for work in file.versions:
                 await self._check_on_ledger(work)
                 await trio.to_thread.run_sync(self._check_against_memory, work)
+                report = await self._record.check(work)
+                if report.problems:
+                    raise InvalidDataError(f"audits of version {work.version}: {report.problems[0]}")
         except InvalidDataError as error:
             return RootVerdict(job.data_hash, b"", str(error)[:500])
         return RootVerdict(job.data_hash, self._sign_root(file, job.data_hash, members.set_id), "")

@@ -3,20 +3,16 @@
 A version is closed when the head has left its window, no submission of it waits for a verdict and no upload
 is promised. The closed versions of an interval share one work file, one round of signatures and one
 transaction, because a commitment costs nearly the same whatever it covers.
-
-    proposed -> committed        a quorum signed and the ledger has it
-        |
-        +----> dropped           the ledger has something else: a person has to look
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from enum import StrEnum
 from functools import partial
 from typing import Protocol
 
+import msgspec
 import trio
 from sqlalchemy import Connection, func, insert, select, update
 
@@ -30,6 +26,7 @@ from intellect_protocol.run import RunConfig
 from intellect_protocol.work_file import (
     MAX_VERSIONS,
     AbandonedUnit,
+    AuditReveal,
     JudgedLeaf,
     UnjudgedUnit,
     VersionWork,
@@ -39,22 +36,16 @@ from intellect_protocol.work_file import (
 )
 
 from . import jobs, schema, submissions
+from .audit_desk import AuditDesk
 from .blobs import BlobStore
 from .intake import Versions
+from .root_state import RootState
 from .store import Record, Store, add_event
 
 _ROOTS = schema.roots
 _SUBMISSIONS = schema.submissions
 
 logger = logging.getLogger(__name__)
-
-
-class RootState(StrEnum):
-    """Where a work root stands; see the module."""
-
-    PROPOSED = "proposed"
-    COMMITTED = "committed"
-    DROPPED = "dropped"
 
 
 class WorkChain(Protocol):
@@ -81,6 +72,7 @@ class Roots:
         config: RunConfig,
         signer: Signer,
         bell: jobs.Bell,
+        audits: AuditDesk,
         *,
         interval_s: float = 10.0,
         clock_ms: Callable[[], int],
@@ -93,6 +85,7 @@ class Roots:
         self._run_id = config.run_id
         self._signer = signer
         self._bell = bell
+        self._audits = audits
         self._interval_s = interval_s
         self._clock_ms = clock_ms
         self._last_problem = ""
@@ -123,15 +116,17 @@ class Roots:
         if head is None:
             return None
         last = head.version - self._config.revision.window.async_level - 1
-        step = partial(closed_versions, last=last, now_ms=self._clock_ms())
+        # A seed tells those of all versions before it.
+        in_order = self._audits.reveals
+        step = partial(closed_versions, last=last, now_ms=self._clock_ms(), in_order=in_order)
         versions = await self._store.read(step)
         works = []
         for version in versions[:MAX_VERSIONS]:
             record = await self._ledger.work(self._run_id, version)
             if record.committed_at == 0:
-                works.append(
-                    await self._store.read(partial(version_work, version=version, revision=record.revision))
-                )
+                seed = self._audits.seed(version)
+                read = partial(version_work, version=version, revision=record.revision, seed=seed)
+                works.append(await self._store.read(read))
             else:
                 logger.warning("version %d is committed on the ledger but not here", version)
         if not works:
@@ -224,8 +219,12 @@ class Roots:
         add_event(connection, self._clock_ms(), text)
 
 
-def closed_versions(connection: Connection, last: int, now_ms: int) -> list[int]:
-    """Versions up to `last` with work, nothing pending or promised, and no root proposed yet; ascending."""
+def closed_versions(connection: Connection, last: int, now_ms: int, *, in_order: bool = False) -> list[int]:
+    """Versions up to `last` with work, nothing pending or promised, and no root proposed yet; ascending.
+
+    Args:
+        in_order: only those that no open version precedes.
+    """
     settled = select(_ROOTS.c.version)
     pending = select(_SUBMISSIONS.c.version).where(_SUBMISSIONS.c.state.in_(submissions.PENDING))
     promises = schema.precommits
@@ -250,12 +249,23 @@ def closed_versions(connection: Connection, last: int, now_ms: int) -> list[int]
         )
         .order_by(_SUBMISSIONS.c.version)
     )
-    return [int(version) for version in connection.scalars(query)]
+    closed = [int(version) for version in connection.scalars(query)]
+    if in_order:
+        still_open = [*connection.scalars(pending), *connection.scalars(promised)]
+        closed = [version for version in closed if version < min(still_open, default=last + 1)]
+    return closed
 
 
-def version_work(connection: Connection, version: int, revision: int) -> VersionWork:
-    """The work of a closed version, each leaf with the verdict that decided."""
+def version_work(
+    connection: Connection, version: int, revision: int, seed: bytes | None = None
+) -> VersionWork:
+    """The work of a closed version, each leaf with the verdict that decided.
+
+    Args:
+        seed: of the version's audit draws; None where every unit is audited.
+    """
     leaves, unjudged = [], []
+    times: tuple[list[int], list[int]] = [], []
     rows = connection.execute(
         select(_SUBMISSIONS)
         .where(_SUBMISSIONS.c.version == version)
@@ -265,6 +275,7 @@ def version_work(connection: Connection, version: int, revision: int) -> Version
         node = checksum_address(row.node)
         if row.state == SubmissionState.INCONCLUSIVE:
             unjudged.append(UnjudgedUnit(node, row.unit_index, row.file_hash))
+            times[1].append(row.received_at_ms)
             continue
         attempt, verdict = _deciding_verdict(connection, row.id)
         accepted = row.state == SubmissionState.ACCEPTED
@@ -277,6 +288,7 @@ def version_work(connection: Connection, version: int, revision: int) -> Version
             units=row.rows if accepted else 0,
         )
         leaves.append(JudgedLeaf(leaf, attempt, verdict.content, verdict.signature))
+        times[0].append(row.received_at_ms)
     table = schema.abandons
     abandoned = connection.execute(
         select(table.c.node, table.c.unit_index)
@@ -289,6 +301,7 @@ def version_work(connection: Connection, version: int, revision: int) -> Version
         leaves=leaves,
         abandoned=[AbandonedUnit(checksum_address(row.node), row.unit_index) for row in abandoned],
         unjudged=unjudged,
+        reveal=msgspec.UNSET if seed is None else AuditReveal(seed, times[0] + times[1]),
     )
 
 

@@ -26,6 +26,7 @@ from sqlalchemy import (
     insert,
     inspect,
     select,
+    true,
     update,
 )
 
@@ -69,6 +70,7 @@ submissions = Table(
     Column("training", String(16), nullable=False),
     Column("attempts", Integer, nullable=False),
     Column("fraud", Boolean, nullable=False),
+    Column("audit", Boolean, nullable=False, server_default=true()),  # drawn: checks 10 to 12 must run
     Column("code", String(64), nullable=False),  # of the finding that decided, "" if none did
     _hash("batch_hash", nullable=True),
     Column("rows", Integer, nullable=False),
@@ -205,7 +207,7 @@ roots = Table(
     Column("units", BigInteger, nullable=False),
     Column("set_id", BigInteger, nullable=False),
     Column("attempt", Integer, nullable=False),
-    Column("state", String(16), nullable=False),  # see `roots.RootState`
+    Column("state", String(16), nullable=False),  # see `root_state.RootState`
     _time("at_ms"),
     UniqueConstraint("data_hash", "version", name="one_root_per_version_and_file"),
     Index("roots_by_version", "version", "state"),
@@ -241,8 +243,14 @@ def _create_all(connection: Connection) -> None:
     metadata.create_all(connection)
 
 
+def _add_audit(connection: Connection) -> None:
+    """Units of before were all audited."""
+    if "audit" not in {column["name"] for column in inspect(connection).get_columns("submissions")}:
+        connection.exec_driver_sql("ALTER TABLE submissions ADD COLUMN audit BOOLEAN DEFAULT TRUE NOT NULL")
+
+
 # Migration i brings a database from version i to version i + 1, inside one transaction with the number.
-MIGRATIONS: Sequence[Callable[[Connection], None]] = (_create_all,)
+MIGRATIONS: Sequence[Callable[[Connection], None]] = (_create_all, _add_audit)
 
 
 def migrate(connection: Connection) -> None:

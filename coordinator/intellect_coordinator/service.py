@@ -45,6 +45,7 @@ from intellect_protocol.messages import (
 from intellect_protocol.run import RunConfig
 
 from . import schema, submissions
+from .audit_desk import AuditDesk
 from .background import patiently, repeat, run_child
 from .batches import BatchStore
 from .blobs import BlobStore
@@ -98,6 +99,7 @@ class Coordinator:
         self.bell = Bell()
         self.presence = Presence()
         self.standing = Standing(store, swarm.ledger, confirmations=options.confirmations)
+        self.audits = AuditDesk(config, signer, self.standing.book, swarm.ledger)
         self.intake = Intake(
             store,
             self.blobs,
@@ -106,6 +108,7 @@ class Coordinator:
             config,
             signer,
             self.bell,
+            self.audits,
             limits=options.intake,
         )
         self.desk = JobDesk(
@@ -137,6 +140,7 @@ class Coordinator:
             config,
             signer,
             self.bell,
+            self.audits,
             interval_s=options.root_interval_s,
             clock_ms=now_ms,
         )
@@ -352,6 +356,7 @@ async def open_coordinator(options: ServiceOptions) -> AsyncIterator[Coordinator
                 coordinator = Coordinator(options, swarm, store)
                 coordinator.register()
                 await patiently(coordinator.standing.open)
+                await patiently(coordinator.audits.open)
                 yield coordinator
         finally:
             store.close()

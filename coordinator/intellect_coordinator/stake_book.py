@@ -24,6 +24,7 @@ from intellect_protocol.ledger.events import (
     UnbondRequested,
     Withdrawn,
 )
+from intellect_protocol.ledger.records import CourtTerms
 
 
 @dataclass
@@ -31,8 +32,10 @@ class _Account:
     active: int = 0
     unbonding: int = 0
     frozen: int = 0
-    blocks: list[int] = field(default_factory=list)  # in which `active` changed, ascending
-    actives: list[int] = field(default_factory=list)  # what it was after that block
+    seized: int = 0
+    blocks: list[int] = field(default_factory=list)  # in which something changed, ascending
+    # What it was after that block: active, frozen, and seized of old.
+    pasts: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,12 @@ class StakeBook:
                 case StakeSeized(owner=owner, amount=amount):
                     # StakeLedger.seize takes from the unbonding bucket first.
                     unbonding = min(amount, self._account(owner).unbonding)
+                    self._account(owner).seized += amount
                     self._move(event, owner, active=unbonding - amount, unbonding=-unbonding)
                 case StakeFrozen(owner=owner, amount=amount):
-                    self._account(owner).frozen += amount
+                    self._move(event, owner, frozen=amount)
                 case StakeReleased(owner=owner, amount=amount):
-                    self._account(owner).frozen -= amount
+                    self._move(event, owner, frozen=-amount)
                 case NodeBound(owner=owner, node=node):
                     binding = Binding(owner, event.block_number, event.log_index)
                     self._bindings[node] = binding
@@ -122,12 +126,24 @@ class StakeBook:
         """The block since whose end the active stake has been at least `amount` all along, or None."""
         account = self._account(owner)
         since = None
-        for block, active in zip(account.blocks, account.actives, strict=True):
+        for block, (active, _, _) in zip(account.blocks, account.pasts, strict=True):
             if active < amount:
                 since = None
             elif since is None:
                 since = block
         return since
+
+    def slashable(self, owner: str, caps: CourtTerms, block: int | None = None) -> int:
+        """What a case of fraud could take at the end of `block` (None: now), after open cases and caps.
+
+        Stake on its way out is left out: it may be gone before a case is opened. What was ever seized counts
+        against the cap per account, though the court forgets it after a while. So this may be too little,
+        which means more audits, never too much.
+        """
+        account = self._account(owner)
+        position = len(account.blocks) if block is None else bisect_left(account.blocks, block + 1)
+        active, frozen, seized = account.pasts[position - 1] if position else (0, 0, 0)
+        return max(0, min(active - frozen, caps.fraud_cap, caps.account_cap - seized))
 
     def is_barred(self, owner: str) -> bool:
         """Whether a fraud of the owner was upheld."""
@@ -145,12 +161,16 @@ class StakeBook:
     def _account(self, owner: str) -> _Account:
         return self._accounts.setdefault(owner, _Account())
 
-    def _move(self, event: LedgerEvent, owner: str, *, active: int = 0, unbonding: int = 0) -> None:
+    def _move(
+        self, event: LedgerEvent, owner: str, *, active: int = 0, unbonding: int = 0, frozen: int = 0
+    ) -> None:
         account = self._account(owner)
         account.active += active
         account.unbonding += unbonding
+        account.frozen += frozen
+        past = (account.active, account.frozen, account.seized)
         if account.blocks and account.blocks[-1] == event.block_number:
-            account.actives[-1] = account.active
+            account.pasts[-1] = past
         else:
             account.blocks.append(event.block_number)
-            account.actives.append(account.active)
+            account.pasts.append(past)

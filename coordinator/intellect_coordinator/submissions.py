@@ -44,8 +44,19 @@ class NewSubmission(msgspec.Struct, frozen=True):
     work_signature: bytes
 
 
-def add(connection: Connection, new: NewSubmission, received_at_ms: int, receipt_signature: bytes) -> int:
-    """Write down a submission as `queued` for judgement; returns its id."""
+def add(
+    connection: Connection,
+    new: NewSubmission,
+    received_at_ms: int,
+    receipt_signature: bytes,
+    *,
+    audit: bool = True,
+) -> int:
+    """Write down a submission as `queued` for judgement; returns its id.
+
+    Args:
+        audit: whether it was drawn for the forward pass.
+    """
     result = connection.execute(
         insert(_SUBMISSIONS).values(
             node=new.unit.node,
@@ -62,6 +73,7 @@ def add(connection: Connection, new: NewSubmission, received_at_ms: int, receipt
             training=TrainingState.NONE,
             attempts=0,
             fraud=False,
+            audit=audit,
             code="",
             rows=0,
             tokens=0,

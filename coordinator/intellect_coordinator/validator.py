@@ -10,6 +10,7 @@ one engine, so that the checks without a model of one unit run while the engine 
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ from intellect_protocol.file_lock import try_lock
 from intellect_protocol.keys import LocalSigner, PeerKey, checksum_address, verdict_digest
 from intellect_protocol.messages import (
     CaseVerdict,
+    GetWorkFile,
+    GetWorkFileResult,
     JobHeartbeat,
     JobHeartbeatResult,
     JobKind,
@@ -39,10 +42,11 @@ from intellect_protocol.messages import (
 )
 from intellect_protocol.run import RunConfig
 from intellect_protocol.wire import encode, sha256
-from intellect_protocol.work_file import judge_job_id
+from intellect_protocol.work_file import MAX_WORK_FILE_BYTES, judge_job_id
 
 from .evidence import MAX_EVIDENCE_BYTES
 from .judging import Judge, UnitClaims
+from .public_record import PublicRecord
 from .reviews import Reviewer
 from .status import head_of, write_status
 from .validator_log import JudgedUnit, ShownReceipt, ValidatorLog
@@ -70,6 +74,7 @@ class ValidatorOptions(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: Path
     listen: list[str]
     judge: bool = True  # take fresh submissions; reviews, cases and roots always
+    spot_checks: float = 0.0  # share of the units not drawn that are audited nevertheless
     engine: EngineOptions
 
 
@@ -82,8 +87,10 @@ class Validator:
         self._judge = judge
         self._log = log
         self._run_id = options.run.run_id
-        self._reviewer = Reviewer(options.run, swarm.ledger, options.signer, judge, log)
+        record = PublicRecord(options.run, swarm.ledger, self._fetch_work_file)
+        self._reviewer = Reviewer(options.run, swarm.ledger, options.signer, judge, log, record)
         self._weights = WeightKeeper(swarm, judge, options.run.revision.window.async_level)
+        self._chance = random.SystemRandom()
         self._done: dict[str, int] = {}
 
     def register(self) -> None:
@@ -200,7 +207,9 @@ class Validator:
             size_bytes=job.size_bytes,
             work_signature=job.work_signature,
         )
-        return await self._judge.verdict(body, claims, self._options.signer.address)
+        # The coordinator knows what is drawn and could tell a friend; of this choice it knows nothing.
+        audit = job.audit or self._chance.random() < self._options.spot_checks
+        return await self._judge.verdict(body, claims, self._options.signer.address, audit=audit)
 
     async def _misled(self, job: JudgeJob, body: bytes) -> str | None:
         """What the coordinator got wrong about a unit, which must not be blamed on its node; or None."""
@@ -235,6 +244,15 @@ class Validator:
                     raise
             await trio.sleep(pause_s)
             pause_s *= 2
+
+    async def _fetch_work_file(self, digest: bytes) -> bytes | None:
+        _, content = await self._swarm.call_coordinator(
+            GetWorkFile(digest),
+            GetWorkFileResult,
+            deadline_s=_SEND_DEADLINE_S,
+            max_body_bytes=MAX_WORK_FILE_BYTES,
+        )
+        return content if sha256(content) == digest else None
 
     def _count(self, what: str) -> None:
         self._done[what] = self._done.get(what, 0) + 1

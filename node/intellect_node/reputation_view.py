@@ -9,27 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
 import trio
 
-from intellect_protocol.errors import IntellectError, UnreachableError, UsageError
+from intellect_protocol.errors import IntellectError, UsageError
 from intellect_protocol.keys import address_bytes, checksum_address
-from intellect_protocol.ledger.events import LedgerEvent, SetAppointed, WorkCommitted, WorkVoided
-from intellect_protocol.messages import GetWorkFile, GetWorkFileResult
+from intellect_protocol.ledger.events import LedgerEvent, SetAppointed
+from intellect_protocol.network.work_files import open_work_files, standing_hashes, without_voided
 from intellect_protocol.reputation import Reputation, compute_reputation
-from intellect_protocol.wire import sha256
-from intellect_protocol.work_file import MAX_WORK_FILE_BYTES, WorkFile, read_work_file
+from intellect_protocol.work_file import WorkFile, read_work_file
 
-from .ask import passer_by
 from .chain import open_ledger
 from .options import print_json
 
 if TYPE_CHECKING:
-    from intellect_protocol.network.host import Host
     from intellect_protocol.run import RunConfig
 
-_DIAL_S = 10.0
-_FILE_S = 60.0
 _BARS = "▁▂▃▄▅▆▇█"
 _BARS_SHOWN = 60
 
@@ -70,74 +64,15 @@ async def _work_files(run: RunConfig, events: Sequence[LedgerEvent]) -> tuple[li
         return [], []
     validators = {member for event in events if isinstance(event, SetAppointed) for member in event.members}
     files, missing = [], []
-    async with passer_by() as host:
-        peers = await _connect(host, run)
+    async with open_work_files(run) as fetch:
         for digest in hashes:
-            content = await _fetch(host, peers, digest)
+            content = await fetch(digest)
             if content is None:
                 missing.append(digest)
             else:
                 checked = await trio.to_thread.run_sync(read_work_file, content, run.run_id, validators)
                 files.append(without_voided(checked, events))
     return files, missing
-
-
-def standing_hashes(events: Sequence[LedgerEvent], run_id: bytes) -> list[bytes]:
-    """Hashes of the run's work files of which at least one version was not voided, in ledger order."""
-    voided = _voided(events, run_id)
-    return list(
-        dict.fromkeys(
-            event.data_hash
-            for event in events
-            if isinstance(event, WorkCommitted)
-            and event.run_id == run_id
-            and (event.version, event.revision) not in voided
-        )
-    )
-
-
-def without_voided(file: WorkFile, events: Sequence[LedgerEvent]) -> WorkFile:
-    """The work file without the versions whose commitment was voided."""
-    voided = _voided(events, file.run_id)
-    kept = [work for work in file.versions if (work.version, work.revision) not in voided]
-    return msgspec.structs.replace(file, versions=kept)
-
-
-def _voided(events: Sequence[LedgerEvent], run_id: bytes) -> set[tuple[int, int]]:
-    return {
-        (event.version, event.revision)
-        for event in events
-        if isinstance(event, WorkVoided) and event.run_id == run_id
-    }
-
-
-async def _connect(host: Host, run: RunConfig) -> list[bytes]:
-    peers, problem = [], ""
-    for address in run.revision.bootstrap:
-        try:
-            peers.append(await host.connect(address, timeout_s=_DIAL_S))
-        except IntellectError as error:
-            problem = str(error)
-    if not peers:
-        raise UnreachableError(f"no peer to get work files from: {problem}")
-    return peers
-
-
-async def _fetch(host: Host, peers: Sequence[bytes], digest: bytes) -> bytes | None:
-    for peer_id in peers:
-        try:
-            _, content = await host.client.call(
-                peer_id,
-                GetWorkFile(digest),
-                GetWorkFileResult,
-                deadline_s=_FILE_S,
-                max_body_bytes=MAX_WORK_FILE_BYTES,
-            )
-        except IntellectError:
-            continue
-        if sha256(content) == digest:
-            return content
-    return None
 
 
 def table(reputation: Reputation) -> list[str]:

@@ -243,7 +243,7 @@ class ValidatorJob(Message, frozen=True):
     kinds: list[JobKind]
 
 
-class JudgeJob(Message, frozen=True):
+class JudgeJob(Message, frozen=True, omit_defaults=True):
     """Judge or review a submission; the body is the rollout file.
 
     The job's id is `work_file.judge_job_id` of these fields, so that a verdict's signature covers them.
@@ -259,6 +259,7 @@ class JudgeJob(Message, frozen=True):
     work_signature: bytes
     received_at_ms: int
     attempt: int
+    audit: bool = True  # False: the unit was not drawn, checks 10 to 12 may be left out
 
 
 class CaseJob(Message, frozen=True):
@@ -308,6 +309,12 @@ class JudgeVerdict(Message, frozen=True):
     tokens: int
     seconds: float
     secret: bytes = b""  # chose the indices of the commitments' negative check; an audit repeats it
+    audited: bool | msgspec.UnsetType = msgspec.UNSET  # False: checks 10 to 12 were left out
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether nothing was left out."""
+        return self.audited is not False
 
 
 class CaseVerdict(Message, frozen=True):

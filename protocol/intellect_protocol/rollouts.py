@@ -3,7 +3,8 @@
 One file holds one unit of work: every sample of every prompt, one row each, ordered by (prompt,
 sample). A **rollout file** is what a node signs. A **batch file** is what a validator makes of it:
 the same rows with the validator's log-probs and recomputed rewards and without proofs; the trainer
-reads nothing else.
+reads nothing else. A unit that was not drawn for an audit has no log-probs but the node's; its batch
+file is marked, and the trainer computes them anew.
 
 Both are Parquet. The schema is exact (names, order, types, no nulls), metadata sits in one msgpack
 value under the key ``intellect``, and the reader looks at the footer's declared sizes before it
@@ -81,7 +82,7 @@ class RolloutUnit(msgspec.Struct, frozen=True):
     rows: list[Rollout]
 
 
-class BatchMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BatchMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Metadata of a batch file: an accepted unit, ready to train on."""
 
     format: int
@@ -92,6 +93,7 @@ class BatchMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     index: int
     file_hash: bytes  # SHA-256 of the rollout file it was judged from
     validator: str  # address
+    audited: bool = True  # False: the log-probs are the node's claims, which nobody has checked
 
 
 class BatchRow(msgspec.Struct, frozen=True):
@@ -104,7 +106,7 @@ class BatchRow(msgspec.Struct, frozen=True):
     target_length: int
     prompt_tokens: list[int]
     completion_tokens: list[int]
-    logprobs: np.ndarray  # float32 [completion tokens]: the validator's
+    logprobs: np.ndarray  # float32 [completion tokens]: the validator's, if the unit was audited
     finish_reason: str
     reward: float  # task reward, recomputed by the validator
 

@@ -11,6 +11,7 @@ The file is TOML (`run.toml`). Unknown keys are errors.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,17 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     detection: list[DetectionRate]
 
 
+class AuditTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which share of the units gets a forward pass; see `validation.audit_share`."""
+
+    anchor: str  # hex, 32 bytes: end of the coordinator's seed chain
+    unit_value: float  # what one accepted unit is worth to its owner at most, in stake tokens
+    first_version: int = 0  # units of earlier versions are all audited
+    probation_units: int = 16  # accepted units of an owner before its share falls below 1
+    min_share: float = 0.1
+    safety: float = 2.0  # at least 1 / (probability that an audit catches a cheat)
+
+
 class RevisionTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part that may change during a run."""
 
@@ -166,6 +178,8 @@ class RevisionTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_publish_interval_s: float = 2.0
     # Left out of the signed bytes where there is none, as before there could be one.
     calibration: Calibration | msgspec.UnsetType = msgspec.UNSET
+    # Left out, and then no part of what is signed, where every unit is audited.
+    audit: AuditTerms | msgspec.UnsetType = msgspec.UNSET
 
 
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,6 +193,11 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def run_id(self) -> bytes:
         """32 bytes that name the run everywhere."""
         return run_id(self.terms)
+
+    def audit_of(self, version: int) -> AuditTerms | None:
+        """The audit terms that hold for a version; None: every unit is audited."""
+        audit = self.revision.audit
+        return audit if isinstance(audit, AuditTerms) and version >= audit.first_version else None
 
     def signed(self, signer: Signer) -> RunConfig:
         """The same configuration with the revision signed by the coordinator's key."""
@@ -194,6 +213,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ConfigError: a value is out of range or the signature is not the coordinator's.
         """
         _check_terms(self.terms)
+        if isinstance(self.revision.audit, AuditTerms):
+            _check_audit(self.revision.audit)
         digest = revision_digest(self.run_id, encode(self.revision))
         try:
             signature = bytes.fromhex(self.signature)
@@ -232,6 +253,20 @@ def _check_terms(terms: RunTerms) -> None:
         (1 <= sampling.prompts_per_unit <= 4096, "sampling.prompts_per_unit is out of range"),
         (2 <= sampling.samples_per_prompt <= 4096, "sampling.samples_per_prompt must be at least 2"),
         (all(t > 0 for t in sampling.target_lengths), "target lengths must be positive"),
+    ]
+    for ok, text in problems:
+        if not ok:
+            raise ConfigError(f"run configuration: {text}")
+
+
+def _check_audit(audit: AuditTerms) -> None:
+    problems = [
+        (re.fullmatch("[0-9a-f]{64}", audit.anchor), "audit.anchor is not 64 lower-case hex digits"),
+        (0 < audit.unit_value < 1e18, "audit.unit_value is out of range"),
+        (0 <= audit.first_version < 1 << 63, "audit.first_version is out of range"),
+        (0 <= audit.probation_units < 1 << 63, "audit.probation_units must not be negative"),
+        (0 <= audit.min_share <= 1, "audit.min_share must lie between 0 and 1"),
+        (1 <= audit.safety < 1e9, "audit.safety must be at least 1"),
     ]
     for ok, text in problems:
         if not ok:

@@ -48,6 +48,13 @@ class UnjudgedUnit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     work_hash: bytes
 
 
+class AuditReveal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The seed of a version's audit draws and the order of its receipts, so that anybody can draw again."""
+
+    seed: bytes  # 32 bytes; see `validation.audit_share`
+    received_at_ms: list[int]  # of the leaves in their order, then of the unjudged units in theirs
+
+
 class VersionWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The work of one version; all three lists ascend by (index, node) and share no unit."""
 
@@ -56,6 +63,7 @@ class VersionWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     leaves: list[JudgedLeaf]
     abandoned: list[AbandonedUnit]
     unjudged: list[UnjudgedUnit]
+    reveal: AuditReveal | msgspec.UnsetType = msgspec.UNSET  # left out where every unit is audited
 
     def names(self, node: str, index: int, work_hash: bytes) -> bool:
         """Whether the file answers for a receipted submission, by a leaf or as unjudged."""
@@ -142,6 +150,10 @@ def _check_version(run_id: bytes, work: VersionWork, validators: Collection[str]
         raise InvalidDataError(f"the units of version {work.version} do not ascend by index and node")
     if len(set().union(*lists)) != sum(map(len, lists)):
         raise InvalidDataError(f"a unit of version {work.version} is named twice")
+    if isinstance(work.reveal, AuditReveal):
+        times = work.reveal.received_at_ms
+        if len(times) != len(work.leaves) + len(work.unjudged) or min(times, default=0) < 0:
+            raise InvalidDataError(f"not every receipt of version {work.version} has a time")
     for judged in work.leaves:
         if judged.leaf.version != work.version:
             raise InvalidDataError(f"a leaf of another version in version {work.version}")

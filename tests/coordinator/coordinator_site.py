@@ -10,11 +10,13 @@ from example_unit import CountingTasks, LocalScorer, tiny_run, write_tiny_model
 from world import COORDINATOR, DEPLOYER, OWNER, PUBLISHER, VALIDATORS, World
 
 from intellect_coordinator import jobs
+from intellect_coordinator.audit_desk import AuditDesk
 from intellect_coordinator.batches import BatchStore
 from intellect_coordinator.blobs import BlobStore
 from intellect_coordinator.intake import Intake
 from intellect_coordinator.job_desk import DeskLimits, JobDesk
 from intellect_coordinator.judging import UnitClaims
+from intellect_coordinator.public_record import PublicRecord
 from intellect_coordinator.reviews import Reviewer
 from intellect_coordinator.roots import Roots
 from intellect_coordinator.slashing import Slashing
@@ -59,7 +61,7 @@ from intellect_protocol.rollouts import (
     write_batch,
     write_unit,
 )
-from intellect_protocol.run import KeyTerms, LedgerTerms, RunConfig, RunTerms
+from intellect_protocol.run import AuditTerms, KeyTerms, LedgerTerms, RunConfig, RunTerms
 from intellect_protocol.validation.context import UnitContext
 from intellect_protocol.validation.pipeline import Judgement, validate_unit
 from intellect_protocol.wire import encode, sha256
@@ -106,12 +108,15 @@ class Heads:
 class Site:
     """One coordinator; `restarted` is the same one after a kill."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, audit: AuditTerms | None = None) -> None:
         self.folder = folder
         self.model = model
         self.world = World(folder)
         deployment = self.world.ledger.deployment
         self.config = site_run(deployment.contracts, deployment.chain_id)
+        if audit is not None:
+            revision = msgspec.structs.replace(self.config.revision, audit=audit)
+            self.config = RunConfig(self.config.terms, revision).signed(COORDINATOR)
         self.manifests: dict[bytes, tuple[SignedManifest, Manifest]] = {}
         self.checkpoints: dict[int, bytes] = {}
         for version in VERSIONS:
@@ -132,9 +137,18 @@ class Site:
         self.batches = BatchStore(self.folder / "batches")
         ledger, config = self.world.ledger, self.config
         self.standing = Standing(self.store, ledger)
+        self.audits = AuditDesk(config, COORDINATOR, self.standing.book, ledger)
         common = {"clock_ms": lambda: self.now_ms}
         self.intake = Intake(
-            self.store, self.blobs, self.standing, self.heads, config, COORDINATOR, bell, **common
+            self.store,
+            self.blobs,
+            self.standing,
+            self.heads,
+            config,
+            COORDINATOR,
+            bell,
+            self.audits,
+            **common,
         )
         self.desk = JobDesk(
             self.store,
@@ -158,7 +172,9 @@ class Site:
             concluded=self._tell,
             **common,
         )
-        self.roots = Roots(self.store, self.blobs, ledger, self.heads, config, COORDINATOR, bell, **common)
+        self.roots = Roots(
+            self.store, self.blobs, ledger, self.heads, config, COORDINATOR, bell, self.audits, **common
+        )
 
     async def _tell_state(self, submission_id: int, state: SubmissionState) -> None:
         self.told.append((submission_id, state))
@@ -171,6 +187,7 @@ class Site:
         self.store.close()
         self._open()
         await self.standing.open()
+        await self.audits.open()
 
     def close(self) -> None:
         self.store.close()
@@ -233,7 +250,12 @@ class Site:
         """A validator's reviews, with a memory of its own and a shared engine."""
         log = ValidatorLog(self.folder / f"{validator.address}.sqlite")
         judge = LocalJudge(self.config, scorer)
-        return Reviewer(self.config, self.world.ledger, validator, judge, log)
+        record = PublicRecord(self.config, self.world.ledger, self.published)
+        return Reviewer(self.config, self.world.ledger, validator, judge, log, record)
+
+    async def published(self, digest: bytes) -> bytes | None:
+        """A work file, as any peer serves it."""
+        return self.blobs.get(digest, max_bytes=1 << 24)
 
     async def claims(self, unit: bytes, index: int, version: int) -> UnitClaims:
         recorded = await self.heads.recorded(version)

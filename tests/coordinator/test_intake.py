@@ -158,6 +158,7 @@ async def test_a_full_queue_says_when_to_come_back(site: Site) -> None:
         site.config,
         COORDINATOR,
         Bell(),
+        site.audits,
         limits=IntakeLimits(pending_submissions=1),
     )
     body = plain_file(site, 0)

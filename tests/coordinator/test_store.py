@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,7 @@ import trio
 from coordinator_site import NODE, Site
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from intake_process import UNITS, VERSIONS, content
+from intake_process import UNITS, VERSIONS, content, run_until
 from sqlalchemy import insert, select, update
 
 from intellect_coordinator import schema
@@ -20,34 +17,6 @@ from intellect_coordinator.blobs import BlobStore
 from intellect_coordinator.store import Store, add_event, cursor_value, set_cursor
 from intellect_protocol.errors import ConfigError, InvalidDataError
 from intellect_protocol.messages import GetVerdicts, SubmissionState
-
-_TESTS = Path(__file__).parents[1]
-
-
-def run_until(folder: Path, model: Path, receipts: int) -> list[str]:
-    """Run the intake and kill -9 it after so many receipts; returns the lines it printed."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(
-            str(_TESTS / name) for name in ("coordinator", "contracts", "protocol")
-        ),
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "intake_process", str(folder), str(model)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line.strip())
-        if len(lines) == receipts:
-            process.kill()
-    process.wait()
-    process.stdout.close()
-    return lines
 
 
 def test_every_receipt_survives_kill_minus_nine(
@@ -158,3 +127,22 @@ def test_what_a_kill_left_half_written_is_swept(tmp_path: Path) -> None:
     (blobs.root / "tmp" / "deadbeef").write_bytes(b"half")
     BlobStore(tmp_path / "blobs")
     assert list((blobs.root / "tmp").iterdir()) == []
+
+
+def test_a_database_from_before_the_audit_share_says_that_everything_was_audited(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'a.sqlite'}"
+    store = Store(url)
+    with store.transaction() as connection:
+        connection.exec_driver_sql("ALTER TABLE submissions DROP COLUMN audit")
+        connection.execute(update(schema.schema_version).values(version=1))
+        present = [c.name for c in schema.submissions.columns if c.name not in ("audit", "case_id")]
+        values = ", ".join("1" for _ in present)
+        connection.exec_driver_sql(f"INSERT INTO submissions ({', '.join(present)}) VALUES ({values})")
+    store.close()
+    store = Store(url)
+    try:
+        with store.snapshot() as connection:
+            assert connection.scalars(select(schema.submissions.c.audit)).all() == [True]
+            assert connection.scalar(select(schema.schema_version.c.version)) == len(schema.MIGRATIONS)
+    finally:
+        store.close()

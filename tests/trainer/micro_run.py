@@ -85,8 +85,20 @@ def make_run(folder: Path, *, dtype: str = "float32", min_publish_interval_s: fl
     ).signed(COORDINATOR)
 
 
-def make_batch(run: RunConfig, version: int, checkpoint: bytes, *, index: int = 0, rewards=None) -> Batch:
-    """A unit whose content follows from version and index; every group's rewards differ by default."""
+def make_batch(
+    run: RunConfig,
+    version: int,
+    checkpoint: bytes,
+    *,
+    index: int = 0,
+    rewards=None,
+    audited: bool = True,
+    lie: float = 0.0,
+) -> Batch:
+    """A unit whose content follows from version and index; every group's rewards differ by default.
+
+    `lie` is added to every log-prob.
+    """
     rng = np.random.default_rng([version, index])
     rows = []
     for prompt in range(PROMPTS):
@@ -103,12 +115,14 @@ def make_batch(run: RunConfig, version: int, checkpoint: bytes, *, index: int = 
                     target_length=0,
                     prompt_tokens=tokens,
                     completion_tokens=rng.integers(3, 99, size=length).tolist(),
-                    logprobs=-rng.uniform(4.0, 5.0, size=length).astype(np.float32),
+                    logprobs=(lie - rng.uniform(4.0, 5.0, size=length)).astype(np.float32),
                     finish_reason="length",
                     reward=reward,
                 )
             )
-    meta = BatchMeta(1, run.run_id, version, checkpoint, NODE, index, b"\x07" * 32, PUBLISHER.address)
+    meta = BatchMeta(
+        1, run.run_id, version, checkpoint, NODE, index, b"\x07" * 32, PUBLISHER.address, audited
+    )
     return Batch(meta, rows)
 
 

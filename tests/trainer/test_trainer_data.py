@@ -38,7 +38,11 @@ def journal(tmp_path: Path):
 
 @pytest.fixture
 def source(tmp_path: Path, journal: Journal, run: RunConfig) -> BatchSource:
-    return BatchSource(tmp_path / "batches", journal, run)
+    return _open(tmp_path / "batches", journal, run)
+
+
+def _open(folder: Path, journal: Journal, run: RunConfig, *, oldest_weights: int = 0) -> BatchSource:
+    return BatchSource(folder, journal, run, has_weights=lambda version, head: version >= oldest_weights)
 
 
 def _put(source_folder: Path, run: RunConfig, version: int, index: int = 0, rewards=None) -> bytes:
@@ -106,13 +110,13 @@ def test_a_group_is_used_once_even_if_its_file_comes_again_or_the_program_restar
     assert len(source.choose(head=4, count=2).groups) == 2
     # The same bytes again, in a folder whose time stamp says that it changed.
     _put(batches, run, 4)
-    for reader in (source, BatchSource(batches, journal, run)):
+    for reader in (source, _open(batches, journal, run)):
         reader.poll()
         assert len(reader.trainable(head=5)) == PROMPTS - 2
     assert len(source.choose(head=5, count=9).groups) == PROMPTS - 2
     # Another file for the unit that was used.
     put_batch(batches, make_batch(run, 4, C[4], rewards=[[0.0, 0.0, 0.0, 1.0]] * PROMPTS))
-    restarted = BatchSource(batches, journal, run)
+    restarted = _open(batches, journal, run)
     restarted.poll()
     assert restarted.trainable(head=5) == []
 
@@ -123,7 +127,7 @@ def test_a_changed_file_of_a_half_used_unit_is_set_aside(source, run, journal, t
     source.poll()
     source.choose(head=4, count=1)
     put_batch(batches, make_batch(run, 4, C[4], rewards=[[0.0, 0.0, 0.0, 1.0]] * PROMPTS))
-    restarted = BatchSource(batches, journal, run)
+    restarted = _open(batches, journal, run)
     restarted.poll()
     assert restarted.trainable(head=5) == []
     reason = journal.set_aside_reason(f"v00000004/{NODE.hex()}-000000.parquet")
@@ -137,7 +141,7 @@ def test_a_journaled_step_is_repeated_exactly(source, run, journal, tmp_path) ->
     planned = source.choose(head=4, count=5)
     # A fresher unit arrives before the restart; the plan stands.
     _put(tmp_path / "batches", run, 4, index=9)
-    restarted = BatchSource(tmp_path / "batches", journal, run)
+    restarted = _open(tmp_path / "batches", journal, run)
     repeated = restarted.repeat(head=4)
     assert repeated is not None
     assert repeated.plan == planned.plan
@@ -228,4 +232,4 @@ def test_a_plan_whose_file_vanished_is_an_error_that_names_the_file(source, run,
     source.choose(head=4, count=2)
     path.unlink()
     with pytest.raises(RolloutFileError, match=path.name):
-        BatchSource(tmp_path / "batches", journal, run).repeat(head=4)
+        _open(tmp_path / "batches", journal, run).repeat(head=4)

@@ -7,6 +7,9 @@ Files may arrive in any order and at any time. Each is read strictly once; one t
 agreed form is set aside with the reason. A step takes whole groups: those older than head - async_level
 expire, those whose task rewards are all equal are filtered out, and of the rest the freshest are trained
 on. What is left waits for the next step.
+
+A unit that was not drawn for an audit comes with log-probs that nobody has checked. Its groups are marked,
+and are of use only while the weights of their version are at hand to compute them anew: without, they expire.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import logging
 import re
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -45,6 +49,7 @@ class Group(msgspec.Struct, frozen=True):
     file_hash: bytes
     unit_groups: int
     rows: list[BatchRow]  # ascending by sample
+    audited: bool = True  # False: the rows' log-probs are the node's claims
 
     @property
     def task_rewards(self) -> list[float]:
@@ -78,14 +83,19 @@ class BatchSource:
     Args:
         folder: the batch store; need not exist yet.
         run: what the batches must belong to, and the limits on their size.
+        has_weights: whether the weights of a version will be at hand in the step from a head version:
+            `has_weights(version, head)`.
     """
 
-    def __init__(self, folder: Path, journal: Journal, run: RunConfig) -> None:
+    def __init__(
+        self, folder: Path, journal: Journal, run: RunConfig, *, has_weights: Callable[[int, int], bool]
+    ) -> None:
         self._folder = folder
         self._journal = journal
         self._run_id = run.run_id
         self._terms = run.terms
         self._async_level = run.revision.window.async_level
+        self._has_weights = has_weights
         self._pool: dict[tuple[UnitKey, int], Group] = {}
         self._fresh_units: set[UnitKey] = set()
         self._unchanged_since: dict[Path, int] = {}
@@ -107,10 +117,14 @@ class BatchSource:
         usable = [
             group
             for group in self._pool.values()
-            if group.unit.version >= head - self._async_level and has_signal(group.task_rewards)
+            if not self._has_expired(group, head) and has_signal(group.task_rewards)
         ]
         # Sorting is stable: within a version, first come first served.
         return sorted(usable, key=lambda group: -group.unit.version)
+
+    def _has_expired(self, group: Group, head: int) -> bool:
+        version = group.unit.version
+        return version < head - self._async_level or not (group.audited or self._has_weights(version, head))
 
     def choose(self, head: int, count: int) -> StepData:
         """Settle the pool for the step that produces version head + 1, and journal it.
@@ -120,7 +134,7 @@ class BatchSource:
         groups = self.trainable(head)[:count]
         plan = [group.settled(TrainingState.TRAINED) for group in groups]
         for group in self._pool.values():
-            if group.unit.version < head - self._async_level:
+            if self._has_expired(group, head):
                 plan.append(group.settled(TrainingState.EXPIRED))
             elif not has_signal(group.task_rewards):
                 plan.append(group.settled(TrainingState.FILTERED))
@@ -219,7 +233,7 @@ class BatchSource:
         self._check_meta(batch, unit)
         by_prompt: dict[int, list[BatchRow]] = defaultdict(list)
         for row in batch.rows:
-            self._check_row(row)
+            self._check_row(row, audited=batch.meta.audited)
             by_prompt[row.prompt].append(row)
         if sorted(by_prompt) != list(range(sampling.prompts_per_unit)):
             raise RolloutFileError(f"the prompts are not 0 to {sampling.prompts_per_unit - 1}")
@@ -228,7 +242,7 @@ class BatchSource:
         for prompt, rows in sorted(by_prompt.items()):
             rows.sort(key=lambda row: row.sample)
             self._check_group(rows)
-            groups.append(Group(unit, prompt, file_hash, len(by_prompt), rows))
+            groups.append(Group(unit, prompt, file_hash, len(by_prompt), rows, batch.meta.audited))
         return groups
 
     def _check_meta(self, batch: Batch, unit: UnitKey) -> None:
@@ -245,7 +259,7 @@ class BatchSource:
         if meta.checkpoint_hash != published:
             raise RolloutFileError(f"generated with another checkpoint than version {meta.version}")
 
-    def _check_row(self, row: BatchRow) -> None:
+    def _check_row(self, row: BatchRow, *, audited: bool) -> None:
         model = self._terms.model
         if not row.prompt_tokens or not row.completion_tokens:
             raise RolloutFileError("a row has no prompt or no completion")
@@ -253,7 +267,8 @@ class BatchSource:
             raise RolloutFileError(f"a row is longer than {model.max_positions} tokens")
         if max(max(row.prompt_tokens), max(row.completion_tokens)) >= model.vocab_size:
             raise RolloutFileError("a token id is outside the vocabulary")
-        if (row.logprobs > _LOGPROB_ROUNDING).any():
+        # What nobody has checked decides nothing, so it cannot spoil the file either.
+        if audited and (row.logprobs > _LOGPROB_ROUNDING).any():
             raise RolloutFileError("a log-prob is above 0")
 
     def _check_group(self, rows: list[BatchRow]) -> None:

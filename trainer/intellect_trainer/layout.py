@@ -23,6 +23,11 @@ def manifest_path(folder: Path, version: int) -> Path:
     return folder / f"v{version:08d}.manifest"
 
 
+def is_kept(version: int, newest: int, keep: int) -> bool:
+    """Whether the folder of a version stays once `newest` is published: version 0 and the `keep` newest."""
+    return version == 0 or newest - keep < version <= newest
+
+
 def published_versions(folder: Path) -> list[int]:
     """Versions whose manifest is on disk, ascending."""
     if not folder.is_dir():

@@ -148,7 +148,8 @@ class TrainingLoop:
         if self._first_step_at is None and data.groups:
             self._first_step_at = started
         self._activity = f"training version {version}"
-        groups = [self._rows(group) for group in data.groups]
+        past = self._session.past
+        groups = await self._in_thread(past.checked_rows, data.groups, self._rows, self._check)
         metrics = await self._in_thread(
             self._session.learner.step, groups, version=version, check=self._check
         )

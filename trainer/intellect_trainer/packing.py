@@ -48,6 +48,7 @@ class MicroBatch:
     targets: Tensor  # int64 [n]
     old_logprobs: Tensor  # float32 [n]
     advantages: Tensor  # float32 [n]
+    rows: Sequence[TrainRow]  # whose completion tokens these are, in order
 
     @property
     def tokens(self) -> int:
@@ -124,6 +125,7 @@ def _micro_batch(lines: Sequence[Sequence[TrainRow]]) -> MicroBatch:
         targets=torch.tensor([token for row in rows for token in row.completion_tokens]),
         old_logprobs=torch.from_numpy(old_logprobs),
         advantages=torch.from_numpy(advantages),
+        rows=rows,
     )
 
 

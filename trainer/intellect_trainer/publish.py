@@ -34,7 +34,7 @@ from intellect_protocol.wire import encode
 
 from .files import fsync_file, write_atomically
 from .journal import Journal
-from .layout import MAX_CHECKPOINT_BYTES, checkpoint_folder, manifest_path, published_versions
+from .layout import MAX_CHECKPOINT_BYTES, checkpoint_folder, is_kept, manifest_path, published_versions
 
 _PROBE_TOKENS = 32
 _PROBE_STRIDE = 7919
@@ -140,7 +140,7 @@ class Publisher:
 
     def _prune(self, version: int) -> None:
         for old in published_versions(self._folder):
-            if 0 < old <= version - self._keep:
+            if not is_kept(old, version, self._keep):
                 shutil.rmtree(checkpoint_folder(self._folder, old), ignore_errors=True)
 
 

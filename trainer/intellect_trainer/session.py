@@ -33,6 +33,7 @@ from .layout import checkpoint_folder, published_versions
 from .learner import Learner
 from .master_weights import dither_master
 from .metrics import MetricsLog
+from .past_policies import PastPolicies
 from .policy import load_policy
 from .publish import Publisher
 from .resume import TrainerState
@@ -74,6 +75,7 @@ class Session:
     publisher: Publisher
     metrics: MetricsLog
     evaluator: Evaluator | None
+    past: PastPolicies
     last_published_at: float = -math.inf
     resources: ExitStack = field(default_factory=ExitStack)
 
@@ -153,13 +155,15 @@ def _open(options: RunOptions, stack: ExitStack) -> Session:
     publisher = Publisher(checkpoints, run, options.signer, journal, copy, keep=config.keep_checkpoints)
     metrics = MetricsLog(data_dir, state.version)
     stack.callback(metrics.close)
+    past = PastPolicies(checkpoints, run, config)
     session = Session(
         options=options,
         state=state,
         learner=learner,
         copy=copy,
         journal=journal,
-        source=BatchSource(options.batches, journal, run),
+        source=BatchSource(options.batches, journal, run, has_weights=past.has_weights),
+        past=past,
         publisher=publisher,
         metrics=metrics,
         evaluator=evaluator,

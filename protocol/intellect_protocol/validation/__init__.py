@@ -16,6 +16,8 @@ Read in this order:
 - `drift`       check 12: the worker's log-probs against the validator's
 - `pipeline`    all of them in order, up to a judgement
 - `measures`    the worst values that checks 10 to 12 saw, also where nothing is wrong
+- `audit_share` which units get checks 10 to 12, who draws them, and how the draw is committed to
+- `audit_draws` whether a published version was audited as its draws demand
 
 Check 8 of the design (a completion equal to another node's) is a remark for the dashboard, made where other
 nodes' submissions are known (the coordinator's `duplicates`); it decides nothing.

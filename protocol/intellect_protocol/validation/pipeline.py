@@ -41,8 +41,8 @@ class Judgement:
     Attributes:
         outcome: accepted, rejected, suspect or inconclusive.
         findings: of all checks that ran.
-        rows: for an accepted or suspect unit what the trainer may read: the validator's log-probs and task
-            rewards. Rows of one `prompt` form a group. Empty otherwise.
+        rows: for an accepted or suspect unit what the trainer may read: the validator's log-probs (without
+            a forward pass the node's) and task rewards. Rows of one `prompt` form a group. Empty otherwise.
         fault: why the judgement is inconclusive, else "".
     """
 
@@ -143,12 +143,13 @@ def check_scores(rows: Sequence[Rollout], scores: Sequence[RowScore], context: U
     )
 
 
-async def validate_unit(data: bytes, context: UnitContext, engine: Scorer) -> Judgement:
+async def validate_unit(data: bytes, context: UnitContext, engine: Scorer | None) -> Judgement:
     """Judge one submitted file.
 
     Args:
         data: the file as received.
-        engine: holds the weights of `context.version`; deadlines on its work are its own.
+        engine: holds the weights of `context.version`; deadlines on its work are its own. None: the unit was
+            not drawn for an audit, checks 10 to 12 are left out.
 
     Returns:
         A judgement; never an exception for anything the file may contain. Cancellation passes through.
@@ -158,6 +159,10 @@ async def validate_unit(data: bytes, context: UnitContext, engine: Scorer) -> Ju
         if structure.unit is None or is_fatal(structure.findings):
             return Judgement(judge(structure.findings), structure.findings)
         rows = structure.unit.rows
+        if engine is None:
+            claimed = [row.logprobs for row in rows]
+            batch = _batch_rows(rows, claimed, structure.rewards)
+            return Judgement(judge(structure.findings), structure.findings, batch)
         scores = await engine.score(score_rows(rows, context.seed), context.sampling, context.secret)
         findings = structure.findings + await trio.to_thread.run_sync(check_scores, rows, scores, context)
     except Exception as error:
@@ -167,7 +172,8 @@ async def validate_unit(data: bytes, context: UnitContext, engine: Scorer) -> Ju
     outcome = judge(findings)
     if outcome is Outcome.REJECTED:
         return Judgement(outcome, findings)
-    return Judgement(outcome, findings, _batch_rows(rows, scores, structure.rewards))
+    logprobs = [np.asarray(score.logprobs, dtype=np.float32) for score in scores]
+    return Judgement(outcome, findings, _batch_rows(rows, logprobs, structure.rewards))
 
 
 def score_rows(rows: Sequence[Rollout], seed: bytes) -> list[ScoreRow]:
@@ -221,7 +227,7 @@ def _check_fit(rows: Sequence[Rollout], scores: Sequence[RowScore]) -> None:
 
 
 def _batch_rows(
-    rows: Sequence[Rollout], scores: Sequence[RowScore], rewards: Sequence[float]
+    rows: Sequence[Rollout], logprobs: Sequence[np.ndarray], rewards: Sequence[float]
 ) -> list[BatchRow]:
     return [
         BatchRow(
@@ -232,9 +238,9 @@ def _batch_rows(
             target_length=row.target_length,
             prompt_tokens=row.prompt_tokens,
             completion_tokens=row.completion_tokens,
-            logprobs=np.asarray(score.logprobs, dtype=np.float32),
+            logprobs=of_row,
             finish_reason=row.finish_reason,
             reward=reward,
         )
-        for row, score, reward in zip(rows, scores, rewards, strict=True)
+        for row, of_row, reward in zip(rows, logprobs, rewards, strict=True)
     ]
