@@ -126,7 +126,7 @@ def test_a_gross_cheat_is_fraud_in_every_unit(report: Report, cheat: str) -> Non
 def test_intellect_2s_limits_are_judged_on_the_same_proofs(report: Report) -> None:
     found = {each.cheat: each for each in report.cheats}
     assert found["dropped_layer"].intellect_2_chunk == 1
-    assert found["int8"].intellect_2_unit == 0
+    assert found["older_1"].intellect_2_unit == 0
     assert found["temperature_0.9"].intellect_2_unit == 0
 
 

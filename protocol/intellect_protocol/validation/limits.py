@@ -8,9 +8,12 @@ cheats measured:
   to 51 mismatches and 18 to 23, a dropped layer 100 and 42. One honest token in 2,000 was farther than 0.05
   from its draw, none farther than 0.12; at temperature 0.9 four in a hundred were. Honest groups had mean
   distances up to 0.004.
-- fp32 on both sides: honest states agreed exactly and honest distances stayed below 1e-4, int8 weights had a
-  mantissa mean of 2.6 and distances up to 0.1. The limits leave room for other batch shapes, thread counts
-  and instruction sets.
+- fp32 on both sides, the tiny decoder, 2,240 chunks over 20 pairs of settings (two attention kernels, two
+  implementations, 1 to 32 rows at once, 1 and 2 threads): honest states agreed to the bit, no distance was
+  above 0, and log-probs differed by at most 4e-7 on average. A unit's median mantissa mean was 0.008 with
+  weights one Adam step of 1e-5 old, 0.055 with eight, 0.20 with int8, 0.80 with fp8 and 2.5 with int4;
+  log-probs moved by 1.2e-4, 9e-4, 1.2e-3, 7e-3 and 0.06. At temperature 0.9 a group's mean distance was
+  3e-4. The limits leave room for other machines, which were not measured.
 
 A value near the honest range is suspect and is judged again by somebody else; fraud begins where no honest
 run has come near.
@@ -41,18 +44,18 @@ LIMITS_BF16 = Thresholds(
 
 LIMITS_FP32 = Thresholds(
     exponent_mismatches=Limit(suspect=4, fraud=10),
-    mantissa_mean=Limit(suspect=0.3, fraud=1.0),
+    mantissa_mean=Limit(suspect=0.1, fraud=1.0),
     mantissa_median=Limit(suspect=0.5, fraud=1.0),
     sign_mismatches=Limit(suspect=1, fraud=4),
     negative_share=Limit(suspect=0.25, fraud=0.5),
     far_share_row=Limit(suspect=0.0, fraud=0.02),
     far_share_group=Limit(suspect=0.0, fraud=0.01),
-    mean_distance_row=Limit(suspect=1e-4, fraud=1e-3),
-    mean_distance_group=Limit(suspect=5e-5, fraud=5e-4),
-    max_distance=Limit(suspect=1e-3, fraud=1e-2),
-    inexact_share_group=Limit(suspect=0.05, fraud=0.2),
-    logprob_drift_row=Limit(suspect=5e-3, fraud=5e-3),
-    mantissa_mean_unit=Limit(suspect=0.1, fraud=0.4),
+    mean_distance_row=Limit(suspect=1e-5, fraud=2e-4),
+    mean_distance_group=Limit(suspect=5e-6, fraud=1e-4),
+    max_distance=Limit(suspect=2e-4, fraud=5e-3),
+    inexact_share_group=Limit(suspect=0.02, fraud=0.2),
+    logprob_drift_row=Limit(suspect=1e-4, fraud=1e-4),
+    mantissa_mean_unit=Limit(suspect=0.02, fraud=0.15),
 )
 
 
