@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from coordinator_site import FRAUD, Site, accept, acceptance, batch_of, plain_file, plain_unit, said
 from example_unit import NODE as OTHER
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import OWNER, VALIDATORS
 
@@ -28,6 +28,7 @@ class Row(msgspec.Struct, frozen=True):
     completion_tokens: list[int]
 
 
+@settings(deadline=None)
 @given(rows, rows)
 def test_exactly_the_rows_that_another_node_has_as_well_are_counted(
     mine: list[Row], theirs: list[Row]
@@ -44,6 +45,7 @@ def test_exactly_the_rows_that_another_node_has_as_well_are_counted(
     assert f"row {theirs.index(mine[alike[0]])} of unit 3/0 of 0x{THEIRS.hex()}" in note.text
 
 
+@settings(deadline=None)
 @given(rows)
 def test_a_nodes_own_repetitions_and_other_versions_are_no_matter(work: list[Row]) -> None:
     index = DuplicateIndex()
@@ -52,6 +54,7 @@ def test_a_nodes_own_repetitions_and_other_versions_are_no_matter(work: list[Row
     assert index.remark(Unit(THEIRS, 4, 0), work) is None
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=30),
     st.integers(1, 4),

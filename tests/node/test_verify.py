@@ -13,6 +13,7 @@ import pytest
 from audit_site import BLOCK_HASH, INDEX, NODE, VERSION, AuditSite, write_policy
 from example_unit import LocalScorer, load, with_row
 from test_node_cli import closed_port, one_line
+from world import COORDINATOR
 
 from intellect_node import cli
 from intellect_node.history import History
@@ -24,6 +25,7 @@ from intellect_protocol.engines.torch_engine import TorchEngine
 from intellect_protocol.errors import EngineError
 from intellect_protocol.keys import LocalSigner
 from intellect_protocol.rollouts import RolloutUnit, read_unit, write_unit
+from intellect_protocol.run import RunConfig
 from intellect_protocol.validation.findings import Check
 from intellect_protocol.wire import encode
 
@@ -185,10 +187,6 @@ def test_weights_that_are_not_the_manifests_are_not_used(
 def test_without_a_block_hash_the_chain_is_asked_and_a_silent_one_ends_with_four(
     invoke: Invoke, folder: Path, verify_site: AuditSite, honest: bytes, tmp_path: Path
 ) -> None:
-    from example_run import COORDINATOR
-
-    from intellect_protocol.run import RunConfig
-
     config = verify_site.config
     urls = [f"http://127.0.0.1:{closed_port()}"]
     revision = msgspec.structs.replace(config.revision, number=1, rpc_urls=urls)
