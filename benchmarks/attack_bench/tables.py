@@ -131,7 +131,7 @@ def report(title: str, results: Sequence[Result], order: Sequence[str]) -> list[
     lines = [
         f"### {title}",
         "",
-        f"Up to {units} units per attack; the honest ones have {rows} rows with {tokens} tokens in "
+        f"Units per attack: up to {units}. The honest ones have {rows} rows with {tokens} tokens in "
         f"{sum(r.chunks for r in honest)} chunks.",
         "",
         *attack_table(results, order),
