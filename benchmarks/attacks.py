@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import torch
 from attack_bench.bench import Bench, Mount
-from attack_bench.policies import model_bench, tiny_bench
+from attack_bench.policies import model_bench, sums_bench, tiny_bench
 from attack_bench.results import Result
 from attack_bench.tables import report
 
@@ -60,6 +60,7 @@ def write_between_markers(path: Path, lines: Sequence[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", type=Path, help="checkpoint folder of a chat model, run in bfloat16")
+    parser.add_argument("--name", default="SmolLM2-135M-Instruct", help="what to call the model")
     parser.add_argument("--units", type=int, default=2, help="units per attack")
     parser.add_argument("--only", nargs="*", default=[], help="attacks whose name contains one of these")
     parser.add_argument("--work", type=Path, default=Path("build/attacks"), help="altered checkpoints")
@@ -75,9 +76,10 @@ def main() -> None:
         found = measured(bench, attacks, options.units, results, options.only)
         lines += report("Tiny policy (138k parameters), float32", found, list(attacks))
     if options.model:
-        bench, attacks = model_bench(options.model, options.work)
-        found = measured(bench, attacks, options.units, results, options.only)
-        lines += report(f"{bench.arena.run.terms.model.architecture} in bfloat16", found, list(attacks))
+        for title, make in (("{} in bfloat16", model_bench), ("{} in bfloat16, one-digit sums", sums_bench)):
+            bench, attacks = make(options.model, options.work)
+            found = measured(bench, attacks, options.units, results, options.only)
+            lines += report(title.format(options.name), found, list(attacks))
     print("\n".join(lines))
     if options.write:
         write_between_markers(options.write, lines)

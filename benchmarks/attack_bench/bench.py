@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import trio
 from adversaries import (
+    CopiedTokens,
     CutShort,
     DraftTokens,
     EarlyStop,
@@ -36,7 +37,6 @@ from steering import NeverStops, SlackSteering, StopsWithinReach, reachable
 from intellect_coordinator.calibration.altered_weights import Alteration, Kind, alter_checkpoint
 from intellect_node.devnet.cheats import (
     BestOfN,
-    EditedTokens,
     ForgedReward,
     ReplayedProof,
     halve_layers,
@@ -160,7 +160,7 @@ class Bench:
             **older,
         }
         own: dict[str, type[UnitBuilder]] = {
-            "edited tokens, old proofs": EditedTokens,
+            "tokens of another sample, own proofs": CopiedTokens,
             "one token edited, honest proofs": OneTokenEdited,
             "answer pasted after the fact": PastedAnswer,
             "early stop token": EarlyStop,

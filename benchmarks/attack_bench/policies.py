@@ -45,8 +45,7 @@ def model_bench(folder: Path, work: Path) -> tuple[Bench, dict[str, Mount]]:
         EnvironmentTerms(name)
         for name in ("arithmetic", "reasoning_gym:leg_counting", "reasoning_gym:basic_arithmetic")
     ]
-    config = json.loads((folder / "config.json").read_text())
-    sampling = SamplingTerms(1.0, 64, [config["eos_token_id"]], 2, 8)
+    sampling = SamplingTerms(1.0, 64, _stop_ids(folder), 2, 8)
     bench = Bench("model", environment_arena(folder, "bfloat16", sampling, *environments, chat=True), work)
 
     def before(steps: int, rate: float) -> Callable[[], Path]:
@@ -57,4 +56,29 @@ def model_bench(folder: Path, work: Path) -> tuple[Bench, dict[str, Mount]]:
         for rate in (1e-6, 1e-5)
         for steps in (1, 2, 8)
     }
-    return bench, bench.attacks(older)
+    attacks = bench.attacks(older)
+    del attacks["slack steering"]  # it needs rewards to steer to, see `sums_bench`
+    return bench, attacks
+
+
+SELECTION = (
+    "honest",
+    "tokens of another sample, own proofs",
+    "answer pasted after the fact",
+    "stop token within reach of the draw",
+    "best of 4 samples",
+    "slack steering",
+)
+
+
+def sums_bench(folder: Path, work: Path) -> tuple[Bench, dict[str, Mount]]:
+    """The same model on one-digit sums in 12 tokens, where there are rewards to gain: attacks that choose."""
+    sampling = SamplingTerms(1.0, 12, _stop_ids(folder), 4, 8)
+    arena = environment_arena(folder, "bfloat16", sampling, EnvironmentTerms("arithmetic"), chat=True)
+    bench = Bench("sums", arena, work)
+    attacks = bench.attacks({})
+    return bench, {name: attacks[name] for name in SELECTION}
+
+
+def _stop_ids(folder: Path) -> list[int]:
+    return [json.loads((folder / "config.json").read_text())["eos_token_id"]]

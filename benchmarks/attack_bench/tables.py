@@ -59,8 +59,8 @@ def attack_table(results: Sequence[Result], order: Iterable[str]) -> list[str]:
 
 def effect(honest: Sequence[float], attacked: Sequence[float]) -> float:
     """Difference of two means in standard deviations of the honest sample."""
-    spread = float(np.std(honest))
-    return abs(float(np.mean(attacked)) - float(np.mean(honest))) / spread if spread else math.inf
+    shift, spread = abs(float(np.mean(attacked)) - float(np.mean(honest))), float(np.std(honest))
+    return 0.0 if shift < 1e-6 else shift / spread if spread else math.inf
 
 
 def pooled_units(shift: float, per_unit: float) -> str:
@@ -131,7 +131,7 @@ def report(title: str, results: Sequence[Result], order: Sequence[str]) -> list[
     lines = [
         f"### {title}",
         "",
-        f"Up to {units} units per attack; the honest ones have {rows} rows with {tokens} tokens in "
+        f"Units per attack: up to {units}. The honest ones have {rows} rows with {tokens} tokens in "
         f"{sum(r.chunks for r in honest)} chunks.",
         "",
         *attack_table(results, order),

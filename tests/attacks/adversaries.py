@@ -153,6 +153,26 @@ class PastedAnswer(Rewriter):
         return whole if pays else end
 
 
+class CopiedTokens(Insider):
+    """Generates one sample of each prompt and ships its tokens for all, each with proofs of its own."""
+
+    async def complete(self, groups: Sequence[Group]) -> list[list[Completion]]:
+        drawn = await super().complete(groups)
+        return [
+            [
+                msgspec.structs.replace(
+                    sample,
+                    tokens=samples[0].tokens,
+                    logprobs=samples[0].logprobs,
+                    finish_reason=samples[0].finish_reason,
+                    proofs=[sample.proofs[i % len(sample.proofs)] for i in range(len(samples[0].proofs))],
+                )
+                for sample in samples
+            ]
+            for samples in drawn
+        ]
+
+
 class DraftTokens(Insider):
     """Lets a cheaper model draw the tokens and has the policy only read them: one prefill, no decoding."""
 
