@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -127,10 +128,14 @@ def print_audit(report: AuditReport, *, as_json: bool) -> None:
 
 
 def _print_findings(notes: list[FindingNote]) -> None:
+    """One line per reason, with the finding that is farthest from its limit."""
+    by_reason: dict[tuple[str, str, str], list[FindingNote]] = {}
     for note in notes:
-        where = "" if note.row is None else f" row {note.row}"
-        measured = "" if note.measured is None else f" (measured {note.measured:.4g}, limit {note.limit:.4g})"
-        typer.echo(f"  {note.kind}: {note.check}/{note.code}{where}: {note.text}{measured}")
+        by_reason.setdefault((note.kind, note.check, note.code), []).append(note)
+    for (kind, check, code), alike in by_reason.items():
+        worst = max(alike, key=lambda note: -math.inf if note.measured is None else note.measured)
+        more = f" (the worst of {len(alike)})" if len(alike) > 1 else ""
+        typer.echo(f"  {kind}: {check}/{code}: {worst.text}{more}")
 
 
 def _verdicts(connection: Connection, submission: int) -> list[dict[str, Any]]:

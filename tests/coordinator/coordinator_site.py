@@ -67,7 +67,7 @@ from intellect_protocol.wire import encode, sha256
 NODE = development_signer(10)
 VERSIONS = (0, 1, 2, 3, 4)
 FRAUD = FindingNote(
-    "sampling", "sampling_distance", "fraud", 3, 0.5, 0.1, "tokens that the seeds do not draw"
+    "sampling", "sampling_distance", "fraud", 3, 0.5, 0.1, "row 3: not what the seed draws: 0.5, limit 0.1"
 )
 SUSPECT = FindingNote("drift", "logprob_drift", "suspect", 1, 0.3, 0.2, "log-probs drift")
 

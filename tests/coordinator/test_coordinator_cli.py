@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 from audit_site import write_policy
@@ -158,7 +159,7 @@ def test_submissions_are_listed_and_explained(
 
     async def work() -> None:
         await site.submit(plain_file(site, 0), 0)
-        await site.judge("rejected", FRAUD)
+        await site.judge("rejected", FRAUD, msgspec.structs.replace(FRAUD, measured=0.2, text="a lesser one"))
 
     trio.run(work)
     (entry,) = json.loads(says("list", "--json")[1])
@@ -167,6 +168,8 @@ def test_submissions_are_listed_and_explained(
     assert says("list", "--state", "accepted") == (0, "")
     code, text = says("explain", str(entry["id"]))
     assert code == 0
-    assert "measured 0.5, limit 0.1" in text
+    assert "fraud: sampling/sampling_distance: row 3: not what the seed draws: 0.5, limit 0.1" in text
+    assert "the worst of 2" in text
+    assert "a lesser one" not in text
     assert VALIDATORS[0].address in text
     assert says("explain", "99")[0] == 2

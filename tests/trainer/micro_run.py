@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import msgspec
@@ -58,13 +57,12 @@ def make_model(folder: Path, *, dtype: str = "float32") -> None:
     write_model_folder(model, tokenizer, folder, dtype=dtype, stop_ids=[1])
 
 
-def make_run(folder: Path, *, min_publish_interval_s: float = 0.0) -> RunConfig:
+def make_run(folder: Path, *, dtype: str = "float32", min_publish_interval_s: float = 0.0) -> RunConfig:
     """A signed configuration for the model in `folder`."""
     limit = Limit(suspect=1.0, fraud=2.0)
     plain = ("far_distance", "informative_top_probability", "min_informative")
     limits = {name: limit for name in Thresholds.__struct_fields__ if name not in plain}
     tokenizer_hash = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-    dtype = json.loads((folder / "config.json").read_bytes())["dtype"]
     return RunConfig(
         terms=RunTerms(
             name="micro",

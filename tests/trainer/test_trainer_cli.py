@@ -120,3 +120,32 @@ def test_config_show_tells_where_values_come_from(tmp_path) -> None:
     shown = _program("config", "show", "--recipe", "tiny", "--config", str(tmp_path / "trainer.toml")).stdout
     assert "learning_rate = 0.0005  # recipe tiny" in shown
     assert f"seed = 4  # {tmp_path / 'trainer.toml'}:1" in shown
+
+
+def test_worker_threads_share_one_heap() -> None:
+    program = """
+import ctypes, sys, threading
+from intellect_trainer.cli import _prepare_torch
+if sys.argv[1] == "prepared":
+    _prepare_torch(1)
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fdopen.restype = ctypes.c_void_p
+barrier = threading.Barrier(4)
+def work():
+    libc.malloc(ctypes.c_size_t(1000))
+    barrier.wait()
+threads = [threading.Thread(target=work) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+stream = ctypes.c_void_p(libc.fdopen(1, b"w"))
+libc.malloc_info(0, stream)
+libc.fflush(stream)
+"""
+    heaps = {}
+    for case in ("prepared", "plain"):
+        command = [sys.executable, "-c", program, case]
+        heaps[case] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.count(
+            "<heap nr="
+        )
+    assert heaps["prepared"] == 1
+    assert heaps["plain"] > 1

@@ -23,7 +23,8 @@ from micro_run import (
     put_batch,
 )
 
-from intellect_protocol.checkpoint import checkpoint_hash
+from intellect_protocol.checkpoint import Manifest, checkpoint_hash
+from intellect_protocol.wire import decode
 from intellect_trainer.loop import train
 from intellect_trainer.session import RunOptions
 
@@ -164,3 +165,29 @@ async def test_an_earlier_run_goes_on_to_a_later_version(folder, tmp_path) -> No
     options = _options(folder, tmp_path, steps=3)
     await _train(options, lambda: feed(options.data_dir / "checkpoints", options.batches, options.run))
     assert [line["version"] for line in _lines(options, "step")] == [1, 2, 3]
+
+
+async def test_a_swarm_that_has_gone_quiet_gets_the_same_weights_as_a_new_version(folder, tmp_path) -> None:
+    options = _options(folder, tmp_path, steps=2, republish_after_s=0.05, keep_checkpoints=4)
+    await _train(options, lambda: None)
+    found = manifests(options.data_dir / "checkpoints")
+    assert max(found) == 2
+    assert len({decode(signed.manifest, Manifest).state_hash for signed in found.values()}) == 1
+    assert len({checkpoint_hash(signed.manifest) for signed in found.values()}) == len(found)
+    assert not _lines(options, "step")
+    assert [line["version"] for line in _lines(options, "republished")] == [1, 2]
+
+
+async def test_training_goes_on_once_units_come_for_a_republished_version(folder, tmp_path) -> None:
+    options = _options(folder, tmp_path, steps=3, republish_after_s=0.3)
+
+    def newcomers() -> None:
+        found = manifests(options.data_dir / "checkpoints")
+        if 1 in found and not (options.batches / "v00000001").exists():
+            put_batch(options.batches, make_batch(options.run, 1, checkpoint_hash(found[1].manifest)))
+
+    await _train(options, newcomers)
+    assert 1 in [line["version"] for line in _lines(options, "republished")]
+    (step,) = _lines(options, "step")
+    assert step["version"] > 1
+    assert step["groups_trained"] == PROMPTS

@@ -76,7 +76,7 @@ def test_a_bf16_run_starts_dithered_and_its_first_version_is_the_given_one(
     make_model(folder, dtype="bfloat16")
     config = msgspec.structs.replace(CONFIG, dither_master=dither)
     options = RunOptions(
-        run=make_run(folder),
+        run=make_run(folder, dtype="bfloat16"),
         config=config,
         data_dir=tmp_path / "trainer",
         batches=tmp_path / "batches",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
@@ -165,6 +166,7 @@ def config_show(
 
 def _prepare_torch(threads: int) -> None:
     """Must come before the first import of torch: its thread pools are sized then."""
+    _use_one_malloc_arena()
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _log_to_stderr()
@@ -172,6 +174,19 @@ def _prepare_torch(threads: int) -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def _use_one_malloc_arena() -> None:
+    """Keep glibc from giving every worker thread a heap of its own.
+
+    Steps, copies, publication and evaluation run in different threads, and what one of them frees stays in
+    its heap: the trainer of a 135M model grew from 4 to 12 GB within 25 steps. One arena holds it at 4.
+    Elsewhere than on glibc nothing is done.
+    """
+    m_arena_max = -8  # malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(m_arena_max, 1)
 
 
 def _log_to_stderr() -> None:

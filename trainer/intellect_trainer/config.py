@@ -27,6 +27,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     updates_per_step: int = 8
     fill_timeout_s: float = 0.0  # after this long without a full batch, train on what is there; 0: never
     min_groups: int = 1  # fewest groups to train on after fill_timeout_s
+    republish_after_s: float = 1800.0  # without any new unit, the same weights as a new version; 0: never
     # Loss
     clip_epsilon: float = 0.2
     clip_delta: float = 4.0
@@ -61,7 +62,9 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         for name in ("advantage_epsilon", "learning_rate", "max_grad_norm", "poll_interval_s"):
             _require(_finite(self, name) and getattr(self, name) > 0, f"{name} must be positive")
-        for name in ("kl_coefficient", "entropy_coefficient", "weight_decay", "fill_timeout_s"):
+        for name in (
+            "kl_coefficient", "entropy_coefficient", "weight_decay", "fill_timeout_s", "republish_after_s",
+        ):  # fmt: skip
             _require(_finite(self, name) and getattr(self, name) >= 0, f"{name} must not be negative")
         for name in ("groups_per_step", "updates_per_step", "min_groups", "micro_batch_tokens", "threads"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1")
@@ -98,13 +101,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "groups_per_step": 64, "updates_per_step": 2, "learning_rate": 5e-4, "warmup_updates": 0,
         "dtype": "float32", "attention": "sdpa", "micro_batch_tokens": 8192,
-        "eval_every": 5, "fill_timeout_s": 20.0, "min_groups": 8,
+        "eval_every": 5, "fill_timeout_s": 20.0, "min_groups": 8, "republish_after_s": 60.0,
     },
     # SmolLM2-135M-Instruct on one-digit sums.
     "smollm2": {
         "groups_per_step": 16, "updates_per_step": 1, "learning_rate": 1e-5, "beta2": 0.95,
         "warmup_updates": 5, "micro_batch_tokens": 1024,
         "eval_every": 5, "eval_tasks": 64, "fill_timeout_s": 60.0, "min_groups": 4,
+        "republish_after_s": 180.0,
     },
 }  # fmt: skip
 

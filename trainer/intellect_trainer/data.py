@@ -89,17 +89,18 @@ class BatchSource:
         self._pool: dict[tuple[UnitKey, int], Group] = {}
         self._fresh_units: set[UnitKey] = set()
         self._unchanged_since: dict[Path, int] = {}
+        self._units_read = 0
         self.files_set_aside = 0
 
-    def poll(self) -> None:
-        """Read the files that appeared since the last call into the pool."""
-        if not self._folder.is_dir():
-            return
-        for folder in sorted(self._folder.iterdir(), reverse=True):
+    def poll(self) -> int:
+        """Read the files that appeared since the last call into the pool; returns how many units came."""
+        before = self._units_read
+        for folder in sorted(self._folder.iterdir(), reverse=True) if self._folder.is_dir() else ():
             if _FOLDER.fullmatch(folder.name) and self._has_changed(folder):
                 for path in sorted(folder.iterdir()):
                     if path.name.endswith(".parquet") and not path.name.startswith("."):
                         self._take(path)
+        return self._units_read - before
 
     def trainable(self, head: int) -> list[Group]:
         """Groups of the pool that a step from version `head` could train on, freshest first."""
@@ -197,6 +198,7 @@ class BatchSource:
         done = self._journal.settled_prompts(unit)
         self._pool.update({(unit, group.prompt): group for group in groups if group.prompt not in done})
         self._fresh_units.add(unit)
+        self._units_read += 1
 
     def _set_aside(self, name: str, reason: str) -> None:
         if self._journal.set_aside_reason(name) is None:

@@ -81,8 +81,8 @@ class TrainingLoop:
         self._waiting_s = session.state.waiting_s
         self._publish_wait_s = session.state.publish_wait_s
         # Times add up over restarts, so the first step "was" that long ago.
-        resumed = session.state.version > 0
-        self._first_step_at = trio.current_time() - self._prior.seconds_since_first_step if resumed else None
+        before_s = self._prior.seconds_since_first_step
+        self._first_step_at = trio.current_time() - before_s if before_s else None
         self._activity = "starting"
         self._told_to_stop = threading.Event()
         self._published = trio.Event()
@@ -108,18 +108,27 @@ class TrainingLoop:
             logger.info("stopped; version %d goes on from its resume checkpoint", self._version)
 
     async def _next_step(self) -> StepData | None:
-        """The data of the next step, or None if the time is up before there is enough."""
+        """The data of the next step, or None if the time is up before there is enough.
+
+        When no unit has come for `republish_after_s`, it is no data at all: the same weights become a new
+        version. Only nodes that were bound before a version was recorded may work on it, so once the last of
+        them has left, those who joined since wait for a version that nobody else would make.
+        """
         source, want = self._session.source, self._config.groups_per_step
         repeated = await self._in_thread(source.repeat, self._version)
         if repeated is not None:
             return repeated
-        started = trio.current_time()
+        started = last_arrival = trio.current_time()
         self._activity = f"waiting for {want} groups"
         try:
             while not self._is_over():
-                await self._in_thread(source.poll)
+                now = trio.current_time()
+                if await self._in_thread(source.poll):
+                    last_arrival = now
+                if 0 < self._config.republish_after_s <= now - last_arrival:
+                    return await self._in_thread(source.choose, self._version, 0)
                 found = len(source.trainable(self._version))
-                waited_s = trio.current_time() - started
+                waited_s = now - started
                 if found >= want or self._is_enough(found, waited_s):
                     return await self._in_thread(source.choose, self._version, want)
                 self._activity = f"waiting for {want} groups, {found} are here"
@@ -136,7 +145,7 @@ class TrainingLoop:
     async def _step(self, data: StepData, nursery: trio.Nursery) -> None:
         version = self._version + 1
         started = trio.current_time()
-        if self._first_step_at is None:
+        if self._first_step_at is None and data.groups:
             self._first_step_at = started
         self._activity = f"training version {version}"
         groups = [self._rows(group) for group in data.groups]
@@ -152,7 +161,8 @@ class TrainingLoop:
             "idle_share": self._idle_share(),
             "seconds_since_first_step": self._seconds(),
         }
-        await self._in_thread(self._session.metrics.add, "step", version, values)
+        kind = "step" if data.groups else "republished"
+        await self._in_thread(self._session.metrics.add, kind, version, values)
         point = await self._in_thread(self._hand_over, self.state())
         self._published = trio.Event()
         nursery.start_soon(self._publish, point, not self._is_due(version))

@@ -29,6 +29,7 @@ from libp2p.tools.anyio_service import background_trio_service
 
 from ..errors import UsageError, WireError
 from ..wire import sha256
+from . import signed_records
 from .compat import VANISHED
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class Gossip:
             frozenset({checkpoints_topic(run_id), verdicts_topic(run_id)}) if run_id else frozenset()
         )
         pubsub_module.SUBSCRIPTION_CHANNEL_SIZE = _QUEUE  # 32 in the library
+        signed_records.install()
         self._pubsub = GuardedPubsub(
             host.basic,
             self._router,
