@@ -1,6 +1,6 @@
 """TOPLOC commitments: time to build and to verify, ours and the reference package in one run.
 
-    python benchmarks/toploc.py [--hidden 576 ...] [--chunks 16] [--repeats 9] [--reference FOLDER]
+    python benchmarks/toploc.py [--hidden 576 ...] [--chunks 64] [--repeats 9] [--reference FOLDER]
 
 The reference (PyPI `toploc` 0.1.6) is compiled from its source distribution against the torch of this
 environment, since its wheels load on an older one only. It goes into a folder of its own and is measured in
@@ -146,7 +146,7 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--hidden", type=int, nargs="+", default=[576, 2048, 4096, 8192])
-    parser.add_argument("--chunks", type=int, default=16, help="chunks of 32 tokens per call")
+    parser.add_argument("--chunks", type=int, default=64, help="chunks of 32 tokens per call")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--reference", type=Path, help="where the reference is, or is to be put")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

@@ -153,6 +153,7 @@ def test_the_top_entries_are_the_largest_of_each_chunk_however_they_lie(
         assert (int(top.entries[chunk]), int(top.count[chunk])) == (len(flat), count)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=50))
 def test_rounding_to_bf16_is_that_of_torch(values: list[float]) -> None:
     array = np.array(values, dtype=np.float32)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from intellect_protocol.engines.base import RowScore
@@ -197,6 +197,7 @@ def test_confident_positions_say_nothing_about_mean_and_exactness() -> None:
     assert found(check_sampling(unsure, 4, LIMITS_BF16)) == {("sampling_inexact_group", Kind.FRAUD, None)}
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(0, 40), st.floats(0.0011, 0.05), st.booleans())
 def test_mean_and_exactness_speak_from_thirty_informative_positions_on(
     informative: int, confident: int, distance: float, exact: bool
