@@ -241,7 +241,7 @@ def verify(states: States, proofs: Sequence[bytes], seed: bytes = b"") -> list[C
 
 
 def _exponent(bits: Bits) -> Bits:
-    return (bits >> 7) & 0xFF
+    return (bits >> np.uint16(7)) & np.uint16(0xFF)
 
 
 def _negative_draws(entries: Ints, modulus: Ints, proofs: Sequence[bytes], seed: bytes) -> Ints:

@@ -173,7 +173,7 @@ class NativeDecoder:
                 index, rotated[:, : config.heads], rotated[:, config.heads :], qkv[:, rotated_heads:]
             )
             x = x + layer.output(mixed)
-            for part in x.split(_MLP_TOKENS):
+            for part in torch.split(x, _MLP_TOKENS):
                 normed = functional.rms_norm(part, norm_shape, layer.post_norm, config.norm_eps)
                 gate, up = layer.gate_up(normed).chunk(2, -1)
                 part += layer.down(functional.silu(gate) * up)
@@ -205,7 +205,7 @@ class NativeDecoder:
     def sequence_states(self, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         packed = _PackedRows(tokens, self.device)
         states = self.forward(packed.tokens, packed.steps, _CausalAttend(self, packed, keep=False))
-        return list(states.split(packed.sizes))
+        return list(torch.split(states, packed.sizes))
 
     def continuation_states(
         self, prompts: NativePrompts, index: torch.Tensor, completions: Sequence[Sequence[int]]
@@ -219,7 +219,9 @@ class NativeDecoder:
         states = self.forward(packed.tokens, positions, _PrefixAttend(self, prompts, index, packed))
         return [
             torch.cat((first[row : row + 1], own[: len(completion) - 1]))
-            for row, (own, completion) in enumerate(zip(states.split(packed.sizes), completions, strict=True))
+            for row, (own, completion) in enumerate(
+                zip(torch.split(states, packed.sizes), completions, strict=True)
+            )
         ]
 
 
