@@ -127,6 +127,27 @@ class StopsWithinReach(TokenByToken):
         return chosen
 
 
+class TakesAlternatives(TokenByToken):
+    """Takes another token of probability 0.01 or more wherever one lies within `reach` of the uniform."""
+
+    reach = 0.05
+    probable = 0.01
+
+    def choose(self, step: Step) -> torch.Tensor:
+        chosen = self.honest_draw(step)
+        probabilities = torch.softmax(step.logits / self.terms.temperature, -1)
+        for number in range(len(step.rows)):
+            others = [
+                token
+                for token in (probabilities[number] >= self.probable).nonzero().flatten().tolist()
+                if token != int(chosen[number])
+            ]
+            costs = self.distances(step, number, others) if others else []
+            if costs and min(costs) <= self.reach:
+                chosen[number] = others[int(np.argmin(costs))]
+        return chosen
+
+
 class SlackSteering(TokenByToken):
     """Steers completions towards rewarded ones, one token near the uniform at a time, within the limits.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from arena import Arena, codes, load_engine, mean_reward
-from steering import SlackSteering
+from steering import SlackSteering, TakesAlternatives
 from verdicts import assert_only_caught_by
 
 from intellect_node.devnet.cheats import BestOfN
@@ -62,20 +62,37 @@ def test_within_the_limits_of_float32_steering_gains_next_to_nothing(
     assert mean_reward(judgement) <= honest_reward + 0.02
 
 
-def test_greedy_steering_within_single_distances_is_caught_by_their_mean(coarse: Arena) -> None:
-    """No token is far from its draw; taken together they lean towards the reward."""
-    unit = coarse.build(Greedy)
-    limits = coarse.run.revision.thresholds
-    without_mean = msgspec.structs.replace(
-        limits, mean_distance_row=Limit(1.0, 1.0), mean_distance_group=Limit(1.0, 1.0)
+def test_taking_every_alternative_within_single_distances_is_caught_by_their_mean(
+    arena_bf16: Arena,
+) -> None:
+    """No token is far from its draw; it is all of them together that lean."""
+    unit = arena_bf16.build(TakesAlternatives)
+    limits = arena_bf16.run.revision.thresholds
+    loose = Limit(1.0, 1.0)
+    singly = msgspec.structs.replace(
+        limits, mean_distance_row=loose, mean_distance_group=loose, inexact_share_group=loose
     )
-    revision = msgspec.structs.replace(coarse.run.revision, thresholds=without_mean)
-    blind = Arena(RunConfig(coarse.run.terms, revision), coarse.folder, coarse.engine, coarse.tasks)
-    unchecked = blind.judge(unit, Check.DRIFT)
-    honest = mean_reward(coarse.judge(coarse.build(), Check.DRIFT))
-    assert unchecked.outcome is Outcome.ACCEPTED
-    assert mean_reward(unchecked) > honest + 0.03
+    revision = msgspec.structs.replace(arena_bf16.run.revision, thresholds=singly)
+    run = RunConfig(arena_bf16.run.terms, revision)
+    blind = Arena(run, arena_bf16.folder, arena_bf16.engine, arena_bf16.tasks)
+    assert blind.judge(unit, Check.DRIFT).outcome is Outcome.ACCEPTED
 
-    judgement = coarse.judge(unit, Check.DRIFT)
+    judgement = arena_bf16.judge(unit, Check.DRIFT)
     assert judgement.outcome is not Outcome.ACCEPTED
     assert "sampling_mean_group" in codes(judgement)
+
+
+def test_steering_to_rewards_alone_hides_in_the_noise_of_bfloat16(sorting: Arena, coarse: Arena) -> None:
+    """It takes few steps, so no mean shows them: what docs/verification.md says that the method cannot do.
+
+    The same choices scored in float32 are fraud.
+    """
+    unit = coarse.build(Greedy)
+    honest = mean_reward(coarse.judge(coarse.build(), Check.DRIFT))
+    judgement = coarse.judge(unit, Check.DRIFT)
+    assert judgement.outcome is Outcome.ACCEPTED
+    assert mean_reward(judgement) > honest + 0.03
+
+    exact = sorting.judge(sorting.build(Greedy), Check.DRIFT)
+    assert exact.fraud
+    assert {finding.check for finding in exact.findings} == {Check.SAMPLING}
