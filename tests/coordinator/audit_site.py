@@ -25,7 +25,7 @@ from intellect_protocol.engines.base import Completion, GenerateRequest
 from intellect_protocol.engines.torch_engine import TorchEngine
 from intellect_protocol.environments.tasks import load_tasks
 from intellect_protocol.keys import LocalSigner, verdict_digest, work_digest
-from intellect_protocol.ledger.artefacts import CONTRACTS
+from intellect_protocol.ledger.artefacts import CONTRACTS, TOKEN
 from intellect_protocol.messages import JudgeVerdict
 from intellect_protocol.rollouts import EngineNote, Rollout, RolloutUnit, UnitMeta, write_unit
 from intellect_protocol.run import EnvironmentTerms, KeyTerms, LedgerTerms, RunConfig, RunTerms
@@ -66,7 +66,7 @@ class AuditSite:
         terms = {name: getattr(base.terms, name) for name in RunTerms.__struct_fields__}
         terms["model"] = msgspec.structs.replace(base.terms.model, tokenizer_hash=sha256(tokenizer).hex())
         terms["name"] = name
-        terms["ledger"] = LedgerTerms(31337, dict.fromkeys(CONTRACTS, COORDINATOR.address))
+        terms["ledger"] = LedgerTerms(31337, dict.fromkeys((*CONTRACTS, TOKEN), COORDINATOR.address))
         terms["environments"] = [EnvironmentTerms("sort_digits")]
         terms["keys"] = KeyTerms(COORDINATOR.address, PUBLISHER.address)
         terms["sampling"] = msgspec.structs.replace(base.terms.sampling, target_lengths=[])

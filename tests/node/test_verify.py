@@ -193,7 +193,7 @@ def test_without_a_block_hash_the_chain_is_asked_and_a_silent_one_ends_with_four
     (folder / "run.toml").write_text(RunConfig(config.terms, revision).signed(COORDINATOR).to_toml())
     (tmp_path / "file").write_bytes(honest)
     code, _, err = invoke(tmp_path / "file", "--data-dir", folder)
-    assert code == 4
+    assert code == 4, err
     one_line(err)
 
 
