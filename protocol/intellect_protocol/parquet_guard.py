@@ -58,13 +58,7 @@ class ParquetGuard:
         """
         question = msgspec.msgpack.encode(_Question(kind, msgspec.msgpack.encode(limits), len(data)))
         with self._mutex:
-            child = self._running()
-            try:
-                verdict = self._ask(child, struct.pack("<I", len(question)) + question, data)
-            except (OSError, EOFError, TimeoutError) as error:
-                self._stop()
-                reason = "takes too long to read" if isinstance(error, TimeoutError) else "ends its reader"
-                raise RolloutFileError(f"not a readable Parquet file: it {reason}") from error
+            verdict = self._verdict(struct.pack("<I", len(question)) + question, data)
         if verdict:
             raise RolloutFileError(verdict)
 
@@ -72,6 +66,21 @@ class ParquetGuard:
         """End the child."""
         with self._mutex:
             self._stop()
+
+    def _verdict(self, question: bytes, data: bytes) -> str:
+        """What the child says; empty if nothing is wrong.
+
+        A child can die of something else, such as the kernel's want of memory: the file is to blame if it
+        ends a fresh one too.
+        """
+        try:
+            return self._ask(question, data)
+        except EOFError:
+            pass
+        try:
+            return self._ask(question, data)
+        except EOFError as error:
+            raise RolloutFileError("not a readable Parquet file: it ends its reader") from error
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
@@ -90,16 +99,25 @@ class ParquetGuard:
             os.set_blocking(self._child.stdin.fileno(), False)  # a stopped child must not stop us
         return self._child
 
-    def _ask(self, child: subprocess.Popen[bytes], question: bytes, data: bytes) -> str:
+    def _ask(self, question: bytes, data: bytes) -> str:
+        """Raises EOFError if the child died."""
+        child = self._running()
         assert child.stdin is not None
         assert child.stdout is not None
         deadline = time.monotonic() + self._deadline_s
-        for part in (question, data):
-            self._write(child.stdin.fileno(), part, deadline)
-        length: int = struct.unpack("<I", self._read(child.stdout.fileno(), 4, deadline))[0]
-        if length > _MAX_TEXT_BYTES:
-            raise EOFError
-        return self._read(child.stdout.fileno(), length, deadline).decode(errors="replace")
+        try:
+            for part in (question, data):
+                self._write(child.stdin.fileno(), part, deadline)
+            length: int = struct.unpack("<I", self._read(child.stdout.fileno(), 4, deadline))[0]
+            if length > _MAX_TEXT_BYTES:
+                raise EOFError
+            return self._read(child.stdout.fileno(), length, deadline).decode(errors="replace")
+        except TimeoutError as error:
+            self._stop()
+            raise RolloutFileError("not a readable Parquet file: it takes too long to read") from error
+        except (OSError, EOFError) as error:
+            self._stop()
+            raise EOFError from error
 
     @staticmethod
     def _write(descriptor: int, content: bytes, deadline: float) -> None:

@@ -13,7 +13,7 @@ from arena import Arena, codes
 from coordinator_site import NODE, Site
 from example_unit import with_row
 
-from intellect_protocol.errors import RefusedError
+from intellect_protocol.errors import RefusedError, RolloutFileError
 from intellect_protocol.rollouts import FileLimits, RolloutUnit, parse, write_unit
 from intellect_protocol.run import RunConfig
 from intellect_protocol.validation.findings import Check, Outcome
@@ -37,7 +37,8 @@ def test_a_bomb_is_refused_by_what_its_footer_declares(arena: Arena, unit: Rollo
     bomb = write_unit(with_row(unit, 0, environment="x" * 60_000_000))
     assert len(bomb) < 200_000
     refused_unread(arena, bomb, "once decompressed")
-    parse("unit", bomb, GENEROUS)  # without limits it unpacks to three hundred times its size
+    with pytest.raises(RolloutFileError, match="has a value of 60000000 bytes"):
+        parse("unit", bomb, GENEROUS)  # without limits it unpacks to three hundred times its size
 
 
 @pytest.mark.parametrize("column", ["prompt_tokens", "completion_tokens", "logprobs", "proofs"])

@@ -57,9 +57,9 @@ def test_choosing_completions_by_their_reward_pays_only_unchecked(
 def test_within_the_limits_of_float32_steering_gains_next_to_nothing(
     sorting: Arena, honest_reward: float
 ) -> None:
-    judgement = sorting.judge(sorting.build(SlackSteering))
-    assert judgement.outcome is Outcome.ACCEPTED
-    assert mean_reward(judgement) <= honest_reward + 0.02
+    unit = sorting.build(SlackSteering)
+    assert not sorting.judge(unit).fraud
+    assert mean_reward(sorting.judge(unit, Check.SAMPLING)) <= honest_reward + 0.02
 
 
 def test_taking_every_alternative_within_single_distances_is_caught_by_their_mean(

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def test_a_deadly_file_is_refused_and_the_next_good_one_is_read(deadly: bytes) -
     with pytest.raises(RolloutFileError, match="ends its reader"):
         read_unit(deadly, LIMITS)
     assert len(read_unit(GOOD, LIMITS).rows) == 4
+
+
+def test_a_good_file_is_not_blamed_for_a_reader_that_died_of_something_else() -> None:
+    guard = ParquetGuard()
+    try:
+        guard.screen("unit", GOOD, LIMITS)
+        assert guard._child is not None
+        os.kill(guard._child.pid, signal.SIGSTOP)  # it has not been seen to die when the next file comes
+        killer = threading.Timer(0.2, os.kill, (guard._child.pid, signal.SIGKILL))
+        killer.start()
+        guard.screen("unit", GOOD, LIMITS)
+        killer.join()
+    finally:
+        guard.close()
 
 
 def test_without_the_guard_that_file_ends_the_process(deadly: bytes, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_an_accepted_unit_yields_the_validators_numbers_for_training(
 ) -> None:
     shifted = RolloutUnit(
         unit.meta,
-        [msgspec.structs.replace(row, logprobs=row.logprobs + np.float32(1e-3)) for row in unit.rows],
+        [msgspec.structs.replace(row, logprobs=row.logprobs + np.float32(5e-4)) for row in unit.rows],
     )
     judgement = judged(shifted, engine)
     assert judgement.outcome is Outcome.ACCEPTED

@@ -54,7 +54,7 @@ LIMITS_FP32 = Thresholds(
     mean_distance_group=Limit(suspect=5e-6, fraud=1e-4),
     max_distance=Limit(suspect=2e-4, fraud=5e-3),
     inexact_share_group=Limit(suspect=0.02, fraud=0.2),
-    logprob_drift_row=Limit(suspect=1e-4, fraud=1e-4),
+    logprob_drift_row=Limit(suspect=1e-3, fraud=1e-3),
     mantissa_mean_unit=Limit(suspect=0.02, fraud=0.15),
 )
 
