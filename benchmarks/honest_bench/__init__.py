@@ -1,0 +1,1 @@
+"""Parts of `honest.py`: `settings` says who computes how, `bench` makes and judges units, `table` counts."""
