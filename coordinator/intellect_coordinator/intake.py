@@ -178,7 +178,10 @@ class Intake:
             size_bytes=message.size_bytes,
             work_signature=message.work_signature,
         )
-        await self._store.read(partial(self._check_admission, new=new, now=self._clock_ms()))
+        # Refused before the file is kept, where it will be; a twin may have come in since.
+        given = await self._store.read(partial(self._receipt_or_check, new=new, message=message))
+        if given is not None:
+            return given
         if not await trio.to_thread.run_sync(self._blobs.has_room, len(body)):
             raise RefusedError("no_room", "the coordinator's disk is full", self._limits.busy_retry_s)
         await trio.to_thread.run_sync(self._blobs.put, body)
@@ -187,13 +190,20 @@ class Intake:
         self._bell.ring()
         return receipt
 
-    def _admit(self, connection: Connection, new: NewSubmission, message: Submit, slashable: int) -> Receipt:
+    def _receipt_or_check(
+        self, connection: Connection, new: NewSubmission, message: Submit
+    ) -> Receipt | None:
         twin = submissions.find(connection, new.unit)
         if twin is not None:
             return self._same(twin, message)
-        now = self._clock_ms()
-        self._check_admission(connection, new, now)
-        unit = new.unit
+        self._check_admission(connection, new, self._clock_ms())
+        return None
+
+    def _admit(self, connection: Connection, new: NewSubmission, message: Submit, slashable: int) -> Receipt:
+        given = self._receipt_or_check(connection, new, message)
+        if given is not None:
+            return given
+        now, unit = self._clock_ms(), new.unit
         received = self._audits.receipt_time(connection, new, now)
         digest = receipt_digest(self._run_id, unit.version, unit.index, unit.node, new.file_hash, received)
         signature = self._signer.sign_digest(digest)

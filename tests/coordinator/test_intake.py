@@ -200,6 +200,22 @@ async def test_twins_that_arrive_at_once_make_one_submission(site: Site) -> None
     assert len(set(map(repr, receipts))) == 1
 
 
+async def test_a_twin_that_overtakes_gives_its_receipt(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = plain_file(site, 0)
+    message = site.submission(body, 0)
+    receipts = []
+    check = site.intake._standing.check
+
+    async def overtaken(node: str, recorded: RecordedCheckpoint | None) -> str:
+        monkeypatch.setattr(site.intake._standing, "check", check)
+        receipts.append(await site.intake.submit(NODE.address, message, body))
+        return await check(node, recorded)
+
+    monkeypatch.setattr(site.intake._standing, "check", overtaken)
+    receipts.append(await site.intake.submit(NODE.address, message, body))
+    assert receipts[0] == receipts[1]
+
+
 # --- any order of requests ----------------------------------------------------------------------
 
 
