@@ -79,7 +79,8 @@ def main() -> None:
         for title, make in (("{} in bfloat16", model_bench), ("{} in bfloat16, one-digit sums", sums_bench)):
             bench, attacks = make(options.model, options.work)
             found = measured(bench, attacks, options.units, results, options.only)
-            lines += report(title.format(options.name), found, list(attacks))
+            if found:
+                lines += report(title.format(options.name), found, list(attacks))
     print("\n".join(lines))
     if options.write:
         write_between_markers(options.write, lines)
