@@ -27,7 +27,7 @@ from intellect_protocol.wire import encode
 from intellect_trainer.models.folder import write_model_folder
 from intellect_trainer.models.tiny import character_tokenizer, new_model
 
-CHUNKS = 300
+CHUNKS = 80
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def run_file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path, work: Path, **changes: object) -> CalibrateOptions:
-    chosen = CalibrateOptions(model=model, work=work, chunks=CHUNKS, cheat_units=2)
+    chosen = CalibrateOptions(model=model, work=work, chunks=CHUNKS, cheat_units=1)
     return msgspec.structs.replace(chosen, **changes)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from devnet_run import DevnetRun
 
-STEPS = 45
+STEPS = 36
 KILLED = ("coordinator", "trainer", "node-1", "chain", "validator-1", "seeder")
 STEP_TIMEOUT_S = 180.0
 RUN_TIMEOUT_S = 900.0
