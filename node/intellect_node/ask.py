@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from intellect_protocol.errors import ConfigError, InvalidDataError, RefusedError, UnreachableError
 
 if TYPE_CHECKING:
-    from intellect_protocol.network.host import Host
     from intellect_protocol.run import RunConfig
 
 _DIAL_S = 30.0  # a peer that answers after 20 s still works
@@ -30,6 +25,7 @@ async def ask_run(address: str) -> RunConfig:
         UnreachableError: nobody answers.
     """
     from intellect_protocol.messages import GetRun, GetRunResult
+    from intellect_protocol.network.passer_by import passer_by
     from intellect_protocol.run import parse_run_config
 
     async with passer_by() as host:
@@ -50,26 +46,9 @@ async def ask_clock(address: str) -> float:
         UnreachableError, RefusedError, InvalidDataError: no usable answer.
     """
     from intellect_protocol.messages import GetHead, GetHeadResult
+    from intellect_protocol.network.passer_by import passer_by
 
     async with passer_by() as host:
         peer_id = await host.connect(address, timeout_s=_DIAL_S)
         answer, _ = await host.client.call(peer_id, GetHead(), GetHeadResult, deadline_s=_ANSWER_S)
         return answer.clock_ms / 1000
-
-
-@asynccontextmanager
-async def passer_by() -> AsyncIterator[Host]:
-    """A host that listens nowhere, with a key that is thrown away."""
-    from intellect_protocol.keys import PeerKey
-    from intellect_protocol.network.host import HostOptions, open_host
-
-    with tempfile.TemporaryDirectory(prefix="intellect-") as folder:
-        options = HostOptions(
-            peer_key=PeerKey.create(),
-            data_dir=Path(folder),
-            listen=[],
-            dht_server=False,
-            agent="intellect-node",
-        )
-        async with open_host(options) as host:
-            yield host

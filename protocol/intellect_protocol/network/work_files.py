@@ -5,11 +5,9 @@ The ledger names each file by its hash, so it does not matter who serves it.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -68,20 +66,11 @@ async def open_work_files(run: RunConfig) -> AsyncIterator[FetchWorkFile]:
     Raises:
         UnreachableError: no bootstrap peer answers.
     """
-    from ..keys import PeerKey
-    from .host import HostOptions, open_host
+    from .passer_by import passer_by
 
-    with tempfile.TemporaryDirectory(prefix="intellect-") as folder:
-        options = HostOptions(
-            peer_key=PeerKey.create(),
-            data_dir=Path(folder),
-            listen=[],
-            dht_server=False,
-            agent="intellect-node",
-        )
-        async with open_host(options) as host:
-            peers = await _connect(host, run)
-            yield partial(_fetch, host, peers)
+    async with passer_by() as host:
+        peers = await _connect(host, run)
+        yield partial(_fetch, host, peers)
 
 
 async def _connect(host: Host, run: RunConfig) -> list[bytes]:
